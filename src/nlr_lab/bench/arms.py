@@ -60,11 +60,7 @@ class BenchArm:
 
 
 def bench_arms(methods: Sequence[str], ranks: Sequence[int]) -> list[BenchArm]:
-    """Return every arm that is measured, those that others are over first: the plain model, LoRA of each rank.
-
-    Raises:
-        UserError: an unknown method.
-    """
+    """Return every arm that is measured, those that others are over first: the plain model, LoRA of each rank."""
     for name in methods:
         if name not in METHODS:
             raise UserError(f"unknown method {name!r}; choose of {', '.join(METHODS)}")
@@ -94,42 +90,36 @@ def make_model(
 ) -> nn.Module:
     """Return GLM, the paper's backbone, or a Llama with an arm's method on it; all arms have the same plain weights.
 
-    The vocabulary is so small that the linears inside the blocks are what is measured.
-
-    Args:
-        config: sizes and device.
-        arm: one of `bench_arms`.
-        positions: tokens of the longest sequence.
-        cache: keep keys and values.
-        frozen_dtype: type of the weights that an adapter does not train.
+    `positions` are the tokens of the longest sequence, `cache` keeps keys and values, and `frozen_dtype` is the type of
+    the weights that an adapter does not train.
     """
-    from transformers import GlmConfig, GlmForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    common: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        "intermediate_size": config.hidden,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads or config.heads,
-        "head_dim": config.width // config.heads,
-        "attention_bias": False,
-        "max_position_embeddings": positions,
-        "tie_word_embeddings": False,
-        "pad_token_id": None,
-        "bos_token_id": None,
-        "eos_token_id": 0,  # GLM's own three lie far outside this vocabulary
-        "use_cache": cache,
-    }
     rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    own = {"hidden_act": "silu", "rope_parameters": rope}
+    if config.family == "glm":
+        own = {"hidden_act": "gelu", "rope_parameters": rope | {"partial_rotary_factor": 1.0}}
+    settings = AutoConfig.for_model(
+        config.family,
+        vocab_size=config.vocab_size,
+        hidden_size=config.width,
+        intermediate_size=config.hidden,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads or config.heads,
+        head_dim=config.width // config.heads,
+        attention_bias=False,
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=0,  # GLM's own three lie far outside this vocabulary
+        use_cache=cache,
+        **own,
+    )
     torch.manual_seed(0)
     with torch.device(config.device):
-        model: Any
-        if config.family == "llama":
-            model = LlamaForCausalLM(LlamaConfig(hidden_act="silu", rope_parameters=rope, **common))
-        else:
-            rope |= {"partial_rotary_factor": 1.0}
-            model = GlmForCausalLM(GlmConfig(hidden_act="gelu", rope_parameters=rope, **common))
+        model = AutoModelForCausalLM.from_config(settings)
     if arm.method in ADAPTERS:
         model = model.to(getattr(torch, frozen_dtype))
     return arm.apply(model, config)

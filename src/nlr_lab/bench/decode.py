@@ -51,14 +51,7 @@ def _model(config: DecodeBenchConfig, arm: BenchArm) -> Any:
 
 
 def make_decoder(config: DecodeBenchConfig, mode: Mode, model: Any, size: int) -> Callable[[], torch.Tensor]:
-    """Return a function that generates the token after the context, (size, 1), and leaves the cache as it was.
-
-    Args:
-        config: length of the context.
-        mode: as in the settings.
-        model: a language model in evaluation mode.
-        size: sequences.
-    """
+    """Return a function that generates the tokens after the context, (size, 1), and leaves the cache as it was."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, config.vocab_size, (size, config.context), generator=generator).to(config.device)
     forward = in_mode(model, mode)

@@ -191,15 +191,8 @@ def kat_rational(x: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
 
     R(x) = (a0 + a1 x + ... + a5 x^5) / (1 + |b1| |x| + ... + |b4| |x|^4) by groups of channels. On an NVIDIA GPU every
     element adds its share to its group's gradients by an atomic operation, so that sums of one run differ from the
-    next. Elsewhere it is that code's other way: all powers of x are stacked, in autograd's sight.
-
-    Args:
-        x: (..., C).
-        numerator: (G, 6).
-        denominator: (G, 4), b1 first.
-
-    Returns:
-        (..., C) in the type of x.
+    next. Elsewhere it is that code's other way: all powers of x are stacked, in autograd's sight. x and the result are
+    (..., C) of one type, numerators (G, 6), denominators (G, 4) with b1 first.
     """
     if not torch.compiler.is_compiling() and kernels("rational", x, numerator, denominator) is not None:
         from .kat_kernel import KatRational  # imports triton

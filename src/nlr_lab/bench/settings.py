@@ -18,11 +18,7 @@ _OF_NOBLE = ("activation", "depth", "fusion", "share_down", "fuse_shared_inputs"
 
 @dataclass(frozen=True, kw_only=True)
 class KernelBenchConfig:
-    """Settings of `nlr bench kernels`. The values of a tuple must be different, and at least one.
-
-    Raises:
-        UserError: a value is out of range.
-    """
+    """Settings of `nlr bench kernels`."""
 
     operators: tuple[Kernels, ...] = get_args(Kernels)
     """cosnet, rational, sine."""

@@ -93,11 +93,7 @@ class Stepper:
 
 
 def bench_step(config: TrainBenchConfig, *, progress: Progress = lambda line: None) -> BenchResult:
-    """Measure the steps of every arm, interleaved, beside the FLOPs of their matrix products in eager mode.
-
-    Raises:
-        UserError: a method does not fit the model.
-    """
+    """Measure the steps of every arm, interleaved, beside the FLOPs of their matrix products in eager mode."""
     arms = bench_arms(config.methods, config.ranks)
     about = describe_model(config, f"{_setting(config)}, fused AdamW included")
     result = BenchResult(config=config, about=about, axis="step time ratio")
@@ -116,11 +112,7 @@ def bench_step(config: TrainBenchConfig, *, progress: Progress = lambda line: No
 
 
 def bench_memory(config: TrainBenchConfig, *, progress: Progress = lambda line: None) -> BenchResult:
-    """Measure one arm after the other; clock, rounds and warmup play no part.
-
-    Raises:
-        UserError: a method does not fit the model.
-    """
+    """Measure one arm after the other; clock, rounds and warmup play no part."""
     about = describe_model(config, _setting(config))
     result = BenchResult(config=config, about=about, axis="MiB saved for backward")
     with result.measuring():
@@ -161,10 +153,7 @@ def peak_bytes(function: Callable[[], object], device: str) -> int:
 
     On a GPU it is the caching allocator's own account. On a CPU it is added up from the allocations and frees that
     torch's profiler reports; memory that a library takes by itself is not among them (scratch of matrix products).
-
-    Args:
-        function: called once; call it before, so that compilation and lazily made state are not counted.
-        device: as in torch.
+    Call the function once before, so that compilation and lazily made state are not counted.
     """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)

@@ -36,10 +36,7 @@ def check_parent(path: str | Path | None, option: str) -> None:
 
 
 def open_language_model(folder: Path, device: str, base: str | None = None) -> Any:
-    """Return the causal language model of a folder, on a device; an adapter is on its base model, not merged.
-
-    `base` is an adapter's base model, folder or name; None: as it names it.
-    """
+    """Return the causal language model of a folder, on a device; an adapter is on its base model, not merged."""
     from transformers.utils import logging
 
     from nlr_lab.runtime.environment import choose_device

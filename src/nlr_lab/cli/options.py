@@ -70,16 +70,10 @@ def parse(
 def parse_recipe(
     options: Any, arguments: Sequence[str], *, command: str, defaults: Callable[[Any], dict[str, Any]]
 ) -> tuple[Any, Any]:
-    """Read `RECIPE --option ...`, where the recipe's own settings are options beside the command's.
-
-    Args:
-        options: the command's own dataclass.
-        arguments: what follows the command's name.
-        command: the command's name.
-        defaults: values of the command's own options for a recipe.
+    """Read `RECIPE --option ...`, where the recipe's own settings are options beside those of the command.
 
     Returns:
-        The recipe with the settings that were asked for, and the options.
+        The recipe with the settings that were asked for, and the options; `defaults` gives those of a recipe.
 
     Raises:
         UserError: no such recipe, `parse` refuses the rest, or the data do not tell the task.
