@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
+from PIL import Image
 
 from nlr_lab.compare import compare
 from nlr_lab.compare.model_trials import ModelTrials
 from nlr_lab.compare.record import ArmRecord, build_results
 from nlr_lab.compare.trial import Choice, Measurement, Run
+from nlr_lab.fields.image import ImageSettings
+from nlr_lab.fields.model import FieldConfig
+from nlr_lab.fields.recipe import FieldRecipe, FitConfig
 from nlr_lab.tasks.task import LOSS, Task
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
@@ -113,6 +117,17 @@ def tiny_recipe(folder, **train):
     defaults = {"steps": 8, "batch_size": 4, "lr": 1e-2, "log_every": 2, "tracker": "none", "threads": 1}
     task = LanguageModelTask(text=text, backbone=backbone)
     return Recipe(name="tiny", task=task, train=TrainConfig(**defaults | train))
+
+
+def field_recipe(folder, name="photo.png", arms=(), seeds=2, tune_lr=(), **train):
+    """A small field on a random photograph of that name in a folder, over 10 steps."""
+    pixels = np.random.default_rng(3).integers(0, 256, (12, 12, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / name)
+    field = FieldConfig(in_features=2, out_features=3, width=16)
+    problem = ImageSettings(source=str(folder / name), points=0, field=field)
+    defaults = {"steps": 10, "eval_every": 2, "save_every": 0, "threads": 1, "device": "cpu"}
+    own = {"arms": arms, "seeds": seeds, "tune_lr": tune_lr, "train": FitConfig(**defaults | train)}
+    return FieldRecipe(name="tiny", problem=problem, method="sine:rank=1,omega=30", **own)
 
 
 def a_run(seed, loss=2.0, steps=10, **more):

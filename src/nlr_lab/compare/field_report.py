@@ -1,12 +1,10 @@
-"""Records, reports and pictures of neural fields: sizes, frequencies, and how far apart the curves of both kinds are.
+"""Records, reports and pictures of neural fields, and Bjontegaard's deltas: how far apart the kinds' curves are.
 
     BD-rate = 100 (10^mean(log10 r_test(q) - log10 r_anchor(q)) - 1)  %, mean over the qualities q that both reach
     BD-PSNR = mean(q_test(log10 r) - q_anchor(log10 r))               in q's unit, mean over the rates that both span
 
-A curve is a list of points (rate, quality): parameters, bytes, bits per pixel or a share of the full size, and PSNR in
-dB or another figure that is better when higher. Between points it is Akima's interpolation, as in sine_lowrank.txt,
-section 4.3. Nothing is extrapolated: points outside the common range count only through the shape of the curve at its
-edge.
+A curve is a list of points (rate, quality), such as parameters and PSNR. Between points it is Akima's interpolation, as
+in sine_lowrank.txt, section 4.3. Nothing is extrapolated.
 
 Source: G. Bjontegaard, VCEG-M33, 2001; C. Herglotz et al., Beyond Bjontegaard, ICIP 2022.
 """
@@ -21,7 +19,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from rich.console import Group
 from scipy.interpolate import Akima1DInterpolator
 
 from nlr_lab.runtime.tables import COLOURS, GREYS, new_figure, save
@@ -33,8 +30,8 @@ from .report import (
     Record,
     Row,
     cautioned,
-    console_tables,
     delta_cells,
+    delta_sentence,
     last_sections,
     lr_text,
     markdown_table,
@@ -219,10 +216,10 @@ def _or_lowest(value: float | None) -> float:
 # --- the report --------------------------------------------------------------------------------------------------
 
 
-def render_tables(results: Record) -> Group:
-    """The console's table, for `rich.print`."""
-    title = f"{results['problem']}, n = {results['n']}"
-    return console_tables([(title, *_arm_table(results, all_metrics=False))])
+def tables(results: Record) -> list[str]:
+    """The console's table, as Markdown, below its heading."""
+    head = f"## {results['problem']}, n = {results['n']}"
+    return [head, markdown_table(*_arm_table(results, all_metrics=False))]
 
 
 def render_report(results: Record) -> str:
@@ -249,32 +246,22 @@ def render_report(results: Record) -> str:
 
 
 def findings(results: Record) -> list[str]:
-    """Sentences, each made from the numbers."""
-    unit = f" {results['metric']['unit']}" if results["metric"]["unit"] else ""
-    lines = []
-    for name, other, pair in pairs_of(results):
-        delta = pair["delta"]
-        if delta["value"] is None:
-            text = f"no difference to give ({delta['note']})."
-        elif delta["low"] is None:
-            text = f"{delta['value']:+.3g}{unit}, n = {delta['n']} ({delta['note']})."
-        else:
-            interval = f"[{delta['low']:+.3g}, {delta['high']:+.3g}], n = {delta['n']}."
-            text = f"no difference shown, {delta['value']:+.3g}{unit} {interval}"
-            if delta["shown"]:
-                side = "above" if delta["value"] > 0 else "below"
-                text = f"{side} by {abs(delta['value']):.3g}{unit} {interval}"
-        lines.append(cautioned(f"{name} against {other}: {text}", pair))
-    return lines + _distance_sentences(results, unit) + list(results["notes"])
+    """Say what was found of each pair, and how far apart the kinds' curves are."""
+    metric = results["metric"]
+    lines = [cautioned(delta_sentence(name, other, pair, metric), pair) for name, other, pair in pairs_of(results)]
+    return lines + _distance_sentences(results) + list(results["notes"])
 
 
-def _distance_sentences(results: Record, unit: str) -> list[str]:
-    curves, score = results["rate_distortion"], results["metric"]["name"]
+def _distance_sentences(results: Record) -> list[str]:
+    curves, score, unit = results["rate_distortion"], results["metric"]["name"], results["metric"]["unit"]
     if not (curves["low-rank"] and curves["sine"]):
         return []
     lines = []
     bd_score = "BD-PSNR" if score == "psnr" else f"BD-{score}"
-    for key, name, form, of in (("bd_rate", "BD-rate", "+.2f", " %"), ("bd_score", bd_score, "+.3g", unit)):
+    for key, name, form, of in (
+        ("bd_rate", "BD-rate", "+.2f", " %"),
+        ("bd_score", bd_score, "+.3g", unit and f" {unit}"),
+    ):
         if curves[key] is None:
             lines.append(f"{name} of sine over low rank: none, since {curves[f'{key}_note']}.")
             continue

@@ -21,18 +21,7 @@ from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
 
 from . import field_report
 from .field_report import field_sections, plot_omegas, plot_sizes, plot_strip
-from .trial import (
-    PACE_ROUNDS,
-    TIMING_SHARE,
-    Choice,
-    Measurement,
-    Run,
-    Stop,
-    TimeLimit,
-    Trials,
-    measure_paces,
-    tidy,
-)
+from .trial import PACE_ROUNDS, Choice, Measurement, Run, Stop, TimeLimit, Trials, measure_paces, tidy
 
 _UNITS = {"psnr": "dB", "iou": "%"}  # of scores that have one
 _START = 0.2  # seconds of a fit beside its steps, at the least
@@ -41,6 +30,7 @@ _START = 0.2  # seconds of a fit beside its steps, at the least
 class FieldTrials(Trials):
     """Fits of one recipe's problem."""
 
+    arm = FieldArm
     example = "low-rank:rank=5 sine:rank=5,omega=50"
     pictures = ("rate.png", "omega.png", "strip.png")
     report = field_report
@@ -61,9 +51,6 @@ class FieldTrials(Trials):
         self.omegas: dict[str, float | None] = {}
         self.dense_parameters = 0
         self._drawn: object = None
-
-    def parse_arm(self, text: str) -> FieldArm:
-        return FieldArm.parse(text)
 
     def default_reference(self, arms: Sequence[FieldArm]) -> str:
         return next((arm.name for arm in arms if arm.method.kind == "dense"), arms[0].name)
@@ -86,15 +73,13 @@ class FieldTrials(Trials):
         score = self.problem.score
         self.measure = Measure(name=score, higher_is_better=True, unit=_UNITS.get(score, ""))
 
-    def count_and_time(
-        self, arms: Sequence[FieldArm], rounds: int, former: dict[str, list[float]] | None, limit: TimeLimit
-    ) -> Measurement:
+    def count_and_time(self, arms: Sequence[FieldArm], rounds: int, limit: TimeLimit) -> Measurement:
         self.sizes = {}
         for arm in arms:
             model = self._build(arm)
             self.sizes[arm.name], self.omegas[arm.name] = _size(model), _omega(model)
         self.dense_parameters = _size(build(self.problem, FieldMethod(), self.recipe.train.seed))
-        times = former or (self._step_times(arms, rounds, limit) if rounds else None)
+        times = self._step_times(arms, rounds, limit) if rounds else None
         paces = {} if limit.seconds is None else self._paces(arms, limit)
         return Measurement(parameters=self.sizes, times=times, paces=paces)
 
@@ -113,7 +98,7 @@ class FieldTrials(Trials):
 
         if clock is None:
             clock = "process" if self.device.type == "cpu" else "wall"  # a GPU takes none of the process' time
-        most = None if limit.seconds is None else TIMING_SHARE * limit.left
+        most = limit.timing
         with cpu_threads(train.threads), many_compiled(train.compile), told_of_memory("the timing of steps"):
             return interleaved_step_times({arm.name: steps(arm) for arm in arms}, rounds, clock=clock, max_seconds=most)
 

@@ -5,7 +5,7 @@ import math
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +36,7 @@ from nonlinear_lowrank.methods.sine import SineLowRankLinear
 from . import report
 from .record import clean
 from .report import draw_models
-from .trial import (
-    PACE_ROUNDS,
-    TIMING_SHARE,
-    Choice,
-    Curve,
-    Measurement,
-    Run,
-    Stop,
-    TimeLimit,
-    Trials,
-    measure_paces,
-    tidy,
-)
+from .trial import PACE_ROUNDS, Choice, Curve, Measurement, Run, Stop, TimeLimit, Trials, measure_paces, tidy
 
 _START = 2.0  # seconds of a run beside its steps, at the least
 _EVALUATION = 0.4  # of a training step, for as many examples: a forward pass and its batch
@@ -160,14 +148,9 @@ def _build(recipe: Recipe, arm: Arm, prepared: Any) -> nn.Module:
 
 
 class ModelTrials(Trials):
-    """Training runs of one recipe.
+    """Training runs of one recipe: `train` has `run_training`'s signature, `measure_with` has `measure_arms`'."""
 
-    Args:
-        recipe: of all runs, but for arm, learning rate and seed.
-        train: trains one arm; has `run_training`'s signature.
-        measure_with: builds and times the arms; has `measure_arms`' signature.
-    """
-
+    arm = Arm
     example = "baseline noble:rank=64"
     pictures = ("curves.png", "rates.png")
     report = report
@@ -192,18 +175,13 @@ class ModelTrials(Trials):
         self.train, self.measure_with, self.measure = train, measure_with, recipe.task.measure
         self.prepared: Any = None
         self.quiet = True
-        self.matches: list[Match] = []
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker prepares the data itself.
         return vars(self) | {"prepared": None, "quiet": True}
 
-    def parse_arm(self, text: str) -> Arm:
-        return Arm.parse(text)
-
     def resolve(self, arms: Sequence[Arm]) -> list[Arm]:
-        resolved, self.matches = resolve_matches(self.recipe, arms)
-        return resolved
+        return resolve_matches(self.recipe, arms)
 
     def control(self, arm: Arm) -> bool:
         return arm.control
@@ -234,19 +212,15 @@ class ModelTrials(Trials):
         train = self.recipe.train
         return train if train.steps else train.resolved(len(self.prepared.train))
 
-    def count_and_time(
-        self, arms: Sequence[Arm], rounds: int, former: dict[str, list[float]] | None, limit: TimeLimit
-    ) -> Measurement:
-        timed, limited = 0 if former is not None else rounds, {}
-        if limit.seconds is not None:
-            timed, limited = max(timed, PACE_ROUNDS), {"max_seconds": TIMING_SHARE * limit.left}
-        begun = limit.passed
-        found = self.measure_with(self.recipe, arms, self.prepared, rounds=timed, quiet=self.quiet, **limited)
-        notes = [match.note(found) for match in self.matches] + found.notes
+    def count_and_time(self, arms: Sequence[Arm], rounds: int, limit: TimeLimit) -> Measurement:
+        begun, timed = limit.passed, rounds if limit.seconds is None else max(rounds, PACE_ROUNDS)
+        known = {"rounds": timed, "max_seconds": limit.timing, "quiet": self.quiet}
+        found = self.measure_with(self.recipe, arms, self.prepared, **known)
+        notes = [_match_note(self.recipe, arm, found) for arm in arms if "match" in _own(arm)] + found.notes
         if not self.measure.is_loss and self.prepared.test is None:
             notes.append("Learning rates and best steps were chosen on the scored examples themselves.")
-        paces = self._paces(found.times, limit.passed - begun) if found.times and limited else {}
-        return replace(found, times=former or (found.times if rounds else None), paces=paces, notes=notes)
+        paces = self._paces(found.times, limit.passed - begun) if found.times and limit.seconds is not None else {}
+        return replace(found, times=found.times if rounds else None, paces=paces, notes=notes)
 
     def _paces(self, times: Mapping[str, Sequence[float]], passed: float) -> dict[str, tuple[float, float]]:
         train, splits = self.in_steps(), (self.prepared.valid, self.prepared.test, self.prepared.plain)
@@ -263,6 +237,7 @@ class ModelTrials(Trials):
     def read(self, record: Mapping[str, Any], choice: Choice, seed: int) -> Run:
         diverged, steps = record["status"] != "done", int(record["steps"])
         train_curve, plain_curve = _points(record, "train_curve"), _points(record, "plain_curve")
+        scores: dict[str, Any] = {name: record.get(name) for name in ("score", "selection", "best_score")}
         return Run(
             seed=seed,
             lr=choice.lr,
@@ -270,12 +245,10 @@ class ModelTrials(Trials):
             steps=steps,
             seconds=float(record["seconds"]),
             curve=_points(record, "curve"),
-            score=record.get("score"),
-            selection=record.get("selection"),
-            best_score=record.get("best_score"),
             metric_curve=_points(record, "metric_curve"),
             train_loss=None if diverged else _last_tenth(train_curve, steps),
             plain_loss=plain_curve[-1][1] if plain_curve and not diverged else None,
+            **scores,
             **({"diverged_at": steps} if diverged else stability(train_curve, steps)),
         )
 
@@ -307,30 +280,7 @@ def _last_tenth(curve: Curve, steps: int) -> float | None:
 # --- matched baselines -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Match:
-    """The width of a matched arm: the MLP's, and that of the MLPs of the recipe's model."""
-
-    arm: str
-    target: str
-    """The arm it is matched to."""
-    by: str
-    """"parameters" or "flops"."""
-    hidden: int
-    plain_hidden: int
-
-    def note(self, measured: Measurement) -> str:
-        """Return a sentence for the report."""
-        counts: Mapping[str, float | None] = measured.parameters if self.by == "parameters" else measured.flops
-        own, other = counts[self.arm], counts[self.target]
-        return (
-            f"`{self.arm}` has MLPs of width {self.hidden} ({self.plain_hidden} in the recipe's model), the "
-            f"smallest with no fewer {'parameters' if self.by == 'parameters' else 'FLOPs per token'} than "
-            f"`{self.target}`{'' if own is None or other is None else f': {own:,.0f} for {other:,.0f}'}."
-        )
-
-
-def resolve_matches(recipe: Recipe, arms: Sequence[Arm]) -> tuple[list[Arm], list[Match]]:
+def resolve_matches(recipe: Recipe, arms: Sequence[Arm]) -> list[Arm]:
     """Give every `wide-mlp:match=ARM` the smallest width with no fewer parameters, or forward FLOPs, than that arm has.
 
     Without such a baseline a gain may be nothing but more parameters (or more arithmetic) than the baseline has. The
@@ -345,7 +295,7 @@ def resolve_matches(recipe: Recipe, arms: Sequence[Arm]) -> tuple[list[Arm], lis
         UserError: there is no such arm, it is a matched one itself, or it cannot be matched by width.
     """
     named = {arm.name: arm for arm in arms}
-    resolved, matches = [], []
+    resolved = []
     for arm in arms:
         wanted = _own(arm).get("match")
         if wanted is None:
@@ -356,16 +306,29 @@ def resolve_matches(recipe: Recipe, arms: Sequence[Arm]) -> tuple[list[Arm], lis
             raise UserError(f"{arm.name} is to match an arm {wanted!r}, and there is none; there are {others}")
         if "match" in _own(named[wanted]):
             raise UserError(f"{arm.name} is to match {wanted}, which is matched itself; name the arm that is not")
-        match = _match(recipe, arm, named[wanted])
-        given = _own(arm).get("hidden", match.hidden)
-        if given != match.hidden:
-            raise UserError(f"{arm.name} says hidden={given}, and {match.hidden} is what matches {wanted}; omit it")
-        resolved.append(_with_hidden(arm, match.hidden))
-        matches.append(match)
-    return resolved, matches
+        hidden = _matching_width(recipe, arm, named[wanted])
+        given = _own(arm).get("hidden", hidden)
+        if given != hidden:
+            raise UserError(f"{arm.name} says hidden={given}, and {hidden} is what matches {wanted}; omit it")
+        resolved.append(_with_hidden(arm, hidden))
+    return resolved
 
 
-def _match(recipe: Recipe, arm: Arm, target: Arm) -> Match:
+def _match_note(recipe: Recipe, arm: Arm, measured: Measurement) -> str:
+    """Return a sentence for the report."""
+    own, plain = _own(arm), mlp_width(recipe.task.build_on_meta())
+    by, counts = "parameters", dict[str, float | None](measured.parameters)
+    if own.get("by") == "flops":
+        by, counts = "FLOPs per token", measured.flops
+    mine, other = counts[arm.name], counts[own["match"]]
+    shown = "" if mine is None or other is None else f": {mine:,.0f} for {other:,.0f}"
+    return (
+        f"`{arm.name}` has MLPs of width {own['hidden']} ({plain} in the recipe's model), the smallest with no fewer "
+        f"{by} than `{own['match']}`{shown}."
+    )
+
+
+def _matching_width(recipe: Recipe, arm: Arm, target: Arm) -> int:
     by = _own(arm).get("by", "parameters")
     # Refused where the model's MLPs are not known, or it is a pretrained one.
     apply_arm(recipe, Arm(method=_WIDE, settings={"hidden": 1}), recipe.task.build_on_meta())
@@ -401,7 +364,7 @@ def _match(recipe: Recipe, arm: Arm, target: Arm) -> Match:
             f"{arm.name} cannot match {target.name}: even with MLPs of width {hidden} it has {count(hidden):,} {by}, "
             f"and {target.name} has {wanted:,}"
         )
-    return Match(arm=arm.name, target=target.name, by=by, hidden=hidden, plain_hidden=plain)
+    return hidden
 
 
 def _step(count: Callable[[int], int], plain: int) -> int:

@@ -5,9 +5,7 @@
     out/runs/<arm>/[steps-<n>/][<init>/]lr-<lr>/seed-<k>/      one run each, with its result.json
     out/results.json     the record      out/report.md and pictures   made from it
 
-The record holds the runs' numbers, their statistics and where they came from: all that the report and the pictures
-need, and nothing of the machine but its kind. A folder is refused before anything in it is touched. The finished runs
-can be kept in one file of lines too, beside the record: what a study resumes from elsewhere.
+The finished runs can be kept in one file of lines too, which a study resumes from elsewhere:
 
     {"marker": {...}}                                                         the settings that all runs share
     {"run": "runs/lora-r1/lr-0.001/seed-0/result.json", "content": {...}}     one finished run
@@ -27,14 +25,7 @@ from typing import Any
 
 from nlr_lab.bench.timing import paired_ratio
 from nlr_lab.runtime.environment import machine, versions
-from nlr_lab.runtime.storage import (
-    disk_errors,
-    holds_former,
-    opened,
-    read_json,
-    write_json,
-    write_text,
-)
+from nlr_lab.runtime.storage import disk_errors, holds_former, opened, read_json, write_json, write_text
 from nlr_lab.tasks.task import LOSS, Measure
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import is_inside
@@ -50,15 +41,7 @@ Times = Mapping[str, Sequence[float]] | None
 
 
 class Folder:
-    """One comparison's folder.
-
-    Args:
-        path: new, empty, or an earlier comparison's.
-        settings: that all runs share.
-        arms: the settings of each arm.
-        pictures: files that belong to it beside ours.
-        kept: a file outside that keeps finished runs.
-    """
+    """One comparison's folder, and the file outside (`kept`) that keeps finished runs; `settings` are of all runs."""
 
     def __init__(
         self,
@@ -249,16 +232,9 @@ def build_results(
 ) -> dict[str, Any]:
     """Build the whole record. A seed counts when every arm that has a choice finished it.
 
-    Args:
-        about: what is not made of the runs: recipe, data, command, tuning_seed, seconds.
-        arms: with their runs.
-        pairs: (reference, arm) by name whose difference is tested, in families for Holm's correction.
-        reference: the arm that costs are shown against.
-        seeds: that were asked for.
-        measure: what runs are judged by.
-        times: seconds of each arm's interleaved steps.
-        notes: sentences for the report.
-        threads: CPU threads that the runs set.
+    `about` has what is not made of the runs (recipe, data, command, tuning_seed, seconds); `pairs` are (reference, arm)
+    by name whose difference is tested, in families for Holm's correction; costs are shown against `reference`. `times`
+    are seconds of each arm's interleaved steps, `threads` what the runs set.
     """
     running = {arm.name: arm for arm in arms if arm.choice is not None}
     whole = [seed for seed in seeds if running and all(seed in arm.runs for arm in running.values())]

@@ -12,17 +12,12 @@ from typing import Any
 
 import numpy as np
 from matplotlib.ticker import FuncFormatter, NullLocator
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
 
 from nlr_lab.runtime.tables import COLOURS, GREYS, new_figure, save
 
 Record = Mapping[str, Any]
 Row = tuple[str, ...]
 Points = Sequence[tuple[float, float]]
-Section = tuple[str, Row, list[Row]]
-"""Title, head and rows of a table."""
 NONE = "-"
 DELTA_HEAD = ("delta [95 %]", "p", "p (Holm)")
 _SAME = 1.002  # norms and biases alone are no larger model
@@ -91,30 +86,13 @@ def score_name(results: Record) -> str:
 # --- tables --------------------------------------------------------------------------------------------------
 
 
-def console_tables(sections: Sequence[Section]) -> Group:
-    """The console's tables, for `rich.print`; intervals on a line of their own."""
-
-    def text(cell: str) -> Text:  # not str: rich reads square brackets as markup
-        return Text(cell.replace(" [", "\n["))
-
-    tables = []
-    for title, head, rows in sections:
-        table = Table(title=Text(title), title_justify="left")
-        for index, name in enumerate(head):
-            table.add_column(text(name), justify="left" if index == 0 else "right", overflow="fold")
-        for row in rows:
-            table.add_row(*map(text, row))
-        tables.append(table)
-    return Group(*tables)
-
-
 def markdown_table(head: Row, rows: Sequence[Row]) -> str:
     """A table as Markdown has it; the cells' bars are escaped."""
 
     def line(cells: Row) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
-    return "\n".join([line(head), "|" + "---|" * len(head), *(line(row) for row in rows)])
+    return "\n".join([line(head), "|---|" + "---:|" * (len(head) - 1), *(line(row) for row in rows)])
 
 
 def run_table(results: Record) -> str:
@@ -254,29 +232,36 @@ def training_rows(results: Record) -> list[Row]:
     return [(arm["name"], *cells(arm, "train"), *cells(arm, "plain")) for arm in results["arms"]]
 
 
-def _sections(results: Record) -> dict[str, Section]:
-    """The tables that there are numbers for."""
-    n, reference, pairs, speeds = results["n"], results["reference"], _main_pairs(results), _has_speed(results)
-    title = f"{results['metric']['name'].capitalize()} against {reference} (n = {n})"
+def tables(results: Record) -> list[str]:
+    """The tables that there are numbers for, as Markdown, below their headings."""
+    metric, reference, pairs, speeds = (
+        results["metric"],
+        results["reference"],
+        _main_pairs(results),
+        _has_speed(results),
+    )
+    name = metric["name"].capitalize()
+    intro = f"Reference: `{reference}`. Loss in {metric['unit']}; a delta below 0 is better."
+    if not by_loss(results):
+        side = "above" if metric["higher_is_better"] else "below"
+        intro = (
+            f"Reference: `{reference}`. {name} after the last step; a delta {side} 0 is better. "
+            "Best step: the score at the evaluation at which the held-out examples scored best."
+        )
     costs = ("trainable",) if _is_tuning(results) else ("params", "FLOPs")
     head = ("arm", "lr", *costs, score_name(results), *(() if by_loss(results) else ("best step",)), *DELTA_HEAD)
-    found: dict[str, Section] = {"score": (title, head, [_score_row(arm, results) for arm in results["arms"]])}
+    parts = [f"## {name}", intro, markdown_table(head, [_score_row(arm, results) for arm in results["arms"]])]
     if training := training_rows(results):
-        found["training"] = ("Training loss", _TRAINING_HEAD, training)
+        parts += ["## Training loss", _TRAINING_TEXT, markdown_table(_TRAINING_HEAD, training)]
     times = {arm["name"]: _time_text(arm["step_time_ratio"]) for arm in results["arms"]}
     names = ("step_speedup", "wall_clock_speedup") if speeds else ()
     rows = [(name, times[name], *_ratio_cells(pair, *names)) for name, pair in pairs.items()]
     if any(cell != NONE for row in rows for cell in row[1:]):
-        found["speed"] = (f"Speed against {reference} (n = {n})", _SPEED_HEAD if speeds else _SPEED_HEAD[:2], rows)
+        parts += ["## Speed", markdown_table(_SPEED_HEAD if speeds else _SPEED_HEAD[:2], rows)]
     if speeds and any(pair["reached"] < pair["n"] for pair in pairs.values()):
         rows = [(name, *_ratio_cells(p, "matched_speedup", "matched_wall_clock_speedup")) for name, p in pairs.items()]
-        found["matched"] = ("Speed at the lowest loss that both reach (below 1x: slower)", _MATCHED_HEAD, rows)
-    return found
-
-
-def render_tables(results: Record) -> Group:
-    """The console's tables, for `rich.print`."""
-    return console_tables(list(_sections(results).values()))
+        parts += ["At the lowest loss that both reach (below 1x is slower):", markdown_table(_MATCHED_HEAD, rows)]
+    return parts
 
 
 # --- sentences -----------------------------------------------------------------------------------------------
@@ -358,17 +343,9 @@ def _clouds(results: Record) -> list[str]:
 
 def render_report(results: Record) -> str:
     """`report.md` from the record in `results.json`."""
-    n, metric, sections = results["n"], results["metric"], _sections(results)
-
-    def table(name: str, *before: str) -> list[str]:
-        return [*before, markdown_table(*sections[name][1:])] if name in sections else []
-
-    parts = [f"# {results['recipe']['name']}: {len(results['arms'])} arms, n = {n}", results["recipe"]["summary"]]
-    parts += ["## What was found", "\n".join(f"- {line}" for line in findings(results))]
-    parts += table("score", *_score_intro(results))
-    parts += table("training", "## Training loss", _TRAINING_TEXT)
-    parts += table("speed", "## Speed")
-    parts += table("matched", "At the lowest loss that both reach (below 1x is slower):")
+    parts = [f"# {results['recipe']['name']}: {len(results['arms'])} arms, n = {results['n']}"]
+    parts += [results["recipe"]["summary"], "## What was found", "\n".join(f"- {line}" for line in findings(results))]
+    parts += tables(results)
     parts += ["![evaluation curves](curves.png)", _curve_caption(results)]
     controls = [each for each in pairs_of(results) if each[1] != results["reference"]]
     if controls:
@@ -379,21 +356,9 @@ def render_report(results: Record) -> str:
         head = ("arm", "against", *DELTA_HEAD, *(f"{each.replace('_', ' ')} [95 %]" for each in speeds))
         parts += ["## Against each control", markdown_table(head, rows)]
     if any(arm["tuning"] for arm in results["arms"]):
-        picture = f"![{metric['name']} against learning rate](rates.png)"
+        picture = f"![{results['metric']['name']} against learning rate](rates.png)"
         parts += ["## Learning rates", *_tuning_text(results), picture]
     return "\n\n".join([*parts, *last_sections(results), "## How to read it, and limits", _LIMITS]) + "\n"
-
-
-def _score_intro(results: Record) -> list[str]:
-    metric, reference = results["metric"], results["reference"]
-    if by_loss(results):
-        return ["## Loss", f"Reference: `{reference}`. Loss in {metric['unit']}; a delta below 0 is better."]
-    side = "above" if metric["higher_is_better"] else "below"
-    return [
-        f"## {metric['name'].capitalize()}",
-        f"Reference: `{reference}`. {metric['name'].capitalize()} after the last step; a delta {side} 0 is better. "
-        "Best step: the score at the evaluation at which the held-out examples scored best.",
-    ]
 
 
 def _curve_caption(results: Record) -> str:

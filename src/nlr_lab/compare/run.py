@@ -11,11 +11,12 @@ import io
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markdown import Markdown
 
 from nlr_lab.runtime.environment import OutOfTimeError, cpu_threads, duration
 from nlr_lab.runtime.processes import FreeThreads, on_rank_0, rank
@@ -40,6 +41,8 @@ from .trial import Choice, Forecast, Measurement, Plan, Run, Stop, TimeLimit, Tr
 _LEAST_STEPS = 10  # below this a run would be over before its evaluations say anything
 _MARGIN = 1.3  # of the forecast that a length is chosen by: to begin once more costs more than to take fewer steps
 _SURE = 0.1  # of a run's steps, after which its own pace says when it ends
+Wanted = tuple[Any, Choice]
+"""An arm at one choice."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,8 @@ class Comparison:
         shutil.copyfile(self.out / RESULTS, folder / f"{name}.json")
         write_text(folder / f"{name}.md", text)
 
-    def __rich__(self) -> Any:
-        return self.trials.report.render_tables(self.results)
+    def __rich__(self) -> Markdown:
+        return Markdown("\n\n".join(self.trials.report.tables(self.results)))
 
     def __str__(self) -> str:
         """The tables, what was found, and where the files are."""
@@ -152,7 +155,8 @@ def compare(
     def measure() -> Measurement:
         with threads.chosen():
             former = folder.load_times(rounds, own_threads) if resume else None
-            return trials.count_and_time(plan.arms, rounds, former, limit)
+            found = trials.count_and_time(plan.arms, 0 if former else rounds, limit)
+            return replace(found, times=former) if former else found
 
     measured = on_rank_0(measure)
     session = _Session(
@@ -235,16 +239,9 @@ class _Session:
         if self.limit.seconds is None:
             self._run_ahead([(arm, choice, seed) for seed in seeds for arm, choice in going])
         for index, seed in enumerate(seeds):
-            missing = [each for each in going if self._find(*each, seed, with_weights=index == 0) is None]
-            if index and missing and not self._have_time_for([arm for arm, _ in missing]):
-                self.notes.append(f"Stopped for time before seed {seed}; {len(self.plan.seeds)} seeds were asked for.")
-                break
             try:
-                self._run_ahead([(arm, choice, seed) for arm, choice in missing])
                 place = f"seed {index + 1} of {len(self.plan.seeds)}"
-                for number, (arm, choice) in enumerate(missing, 1):
-                    after = [later for later, _ in missing[number:]]
-                    self._get(arm, choice, seed, place, after, needed=index == 0)
+                _, missing = self._run_round(seed, going, place, (), needed=index == 0)
             except OutOfTimeError as error:
                 if index == 0 and (fewer := self._fewer_steps()) is not None:
                     return self.run(fewer)
@@ -375,14 +372,28 @@ class _Session:
             self.forecast.observe(arm.name, self.trials.in_steps().steps, found.seconds)
         return found if whole else None
 
-    def _get(
-        self, arm: Any, choice: Choice, seed: int, place: str, after: Sequence[Any], *, needed: bool = False
-    ) -> Run:
-        """Return the finished run, run or resumed first if need be. A run that diverges is a result too.
+    def _run_round(
+        self, seed: int, now: Sequence[Wanted], place: str, reserved: Sequence[Any], *, needed: bool
+    ) -> tuple[list[Run], list[Wanted]]:
+        """Return one run of each of `now`, and which were missing and were run or resumed.
 
-        `place` is for the screen. Time is kept for runs of the arms in `after`; a `needed` run raises OutOfTimeError as
-        soon as its pace says that it will not end in time.
+        `place` is for the screen; time is kept for runs of the `reserved` arms.
+
+        Raises:
+            OutOfTimeError: a run would not end in time; one that is `needed` says so as soon as its pace does.
         """
+        missing = [each for each in now if self._find(*each, seed, with_weights=seed == self.plan.seeds[0]) is None]
+        if missing and not needed and not self._have_time_for([*(arm for arm, _ in missing), *reserved]):
+            raise OutOfTimeError("no time for another run of every arm")
+        self._run_ahead([(arm, choice, seed) for arm, choice in missing])
+        runs = []
+        for number, (arm, choice) in enumerate(now, 1):
+            after = [*(each[0] for each in now[number:] if each in missing), *reserved]
+            runs.append(self._get(arm, choice, seed, place, after, needed=needed))
+        return runs, missing
+
+    def _get(self, arm: Any, choice: Choice, seed: int, place: str, after: Sequence[Any], *, needed: bool) -> Run:
+        """Return the finished run, run or resumed first if need be. A run that diverges is a result too."""
         found = self._find(arm, choice, seed, with_weights=seed == self.plan.seeds[0])
         if found is not None:
             return found
@@ -441,28 +452,21 @@ class _Session:
             self._run_ahead([(arm, choice, seed) for arm in arms for choice in plan.tuned(arm)])
         longest = max((len(plan.tuned(arm)) for arm in arms), default=0)
         for index in range(longest + plan.max_extensions):
+            place = f"tuning {index + 1} of {longest}" if index < longest else "tuning, grid extended"
             if index < longest:
                 now = [(arm, plan.tuned(arm)[index]) for arm in arms if index < len(plan.tuned(arm))]
             else:
                 now = [(arm, each) for arm in arms for each in next_choices(self.tried[arm.name], self.trials.measure)]
-            missing = [arm for arm, choice in now if self._find(arm, choice, seed) is None]
-            found: dict[str, list[Run]] = {name: [] for name in self.tried}
             try:
-                if index and missing and not self._have_time_for([*missing, *first_seed]):
-                    raise OutOfTimeError("no time for another choice of every arm")
-                self._run_ahead([(arm, choice, seed) for arm, choice in now])
-                for number, (arm, choice) in enumerate(now, 1):
-                    after = [*(later for later, _ in now[number:] if later in missing), *first_seed]
-                    place = f"tuning {index + 1} of {longest}" if index < longest else "tuning, grid extended"
-                    found[arm.name].append(self._get(arm, choice, seed, place, after, needed=index == 0))
+                runs, _ = self._run_round(seed, now, place, first_seed, needed=index == 0)
             except OutOfTimeError:
                 if index == 0:
                     raise
                 if index < longest:
                     self.notes.append(f"Tuning stopped for time after {index} of {longest} choices of every arm.")
                 return
-            for name, runs in found.items():
-                self.tried[name] += runs
+            for (arm, _), found in zip(now, runs, strict=True):
+                self.tried[arm.name].append(found)
 
     def _choose(self, arm: Any) -> tuple[Choice | None, str]:
         """Return the arm's choice (None: it diverged at all of them) and where it comes from; note what clouds it."""

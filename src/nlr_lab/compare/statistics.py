@@ -1,9 +1,7 @@
-"""Estimates with their uncertainty, from paired numbers: pure functions, no files and no torch.
+"""Estimates with their uncertainty, from numbers that are paired by seed; see "What is printed" in docs/compare.md.
 
-Two arms that share a seed share their batches, their order and their evaluation data, so most of the luck of a run
-cancels in the difference, and the seeds are the sample. Means of differences are tested by the paired t-test. Ratios
-are tested on the log scale, and their intervals are carried back. Intervals are 95 %. The numbers are defined in
-docs/compare.md, "What is printed".
+Means of differences are tested by the paired t-test. Ratios are tested on the log scale, and their intervals carried
+back. Intervals are 95 %.
 """
 
 import math
@@ -193,17 +191,14 @@ def _passed_early(run: Run) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class SeedSpeed:
-    """Speed of one arm against the reference at one seed.
-
-    `bound` says that a crossing lay at or before the first evaluation of a curve, so that the number is
-    only as fine as the evaluation spacing there.
-    """
+    """Speed of one arm against the reference at one seed."""
 
     reached: bool
     steps_to_reference_loss: float | None = None
     step_speedup: float | None = None
     matched_speedup: float | None = None
     bound: bool = False
+    """A crossing lay at or before the first evaluation: the number is only as fine as the spacing there."""
     note: str = ""
 
 
@@ -271,19 +266,16 @@ def compare_pair(
 ) -> dict[str, Any]:
     """All paired statistics of one arm against one reference, both seed -> run, over the seeds that both have.
 
-    A seed in which either run diverged has no difference. Dropping only those seeds would flatter an arm
-    that diverges, so with any of them there is no aggregate number, and `note` says so.
+    A seed in which either run diverged has no difference. Dropping only those seeds would flatter an arm that diverges,
+    so with any of them there is no aggregate number, and `note` says so. `reached` of `n` seeds came down to the
+    reference's final loss; `early` counts the seeds in which the reference passed its own final loss well before its
+    end (its curve rose again), which flatters every arm; `bounds` counts crossings at a first evaluation.
 
     Args:
         reference: its runs.
         arm: its runs.
         step_time: the arm's step-time ratio over this reference, if it was measured.
         speed: compare the losses' curves too; else there are no speedups, and `seeds` is empty.
-
-    Returns:
-        Plain numbers. `reached` of `n` seeds came down to the reference's final loss; the step speedup is a number only
-        when all did. `early` counts the seeds in which the reference passed its own final loss well before its end (its
-        curve rose again), which flatters every arm; `bounds` counts crossings at a first evaluation.
     """
     seeds = sorted(set(reference) & set(arm))
     whole = [s for s in seeds if reference[s].final_loss is not None and arm[s].final_loss is not None]

@@ -22,10 +22,9 @@ Curve = tuple[tuple[int, float], ...]
 Stop = Callable[[int], bool]
 """Asked after each step with its number: whether the run must stop for time."""
 
-TIMING_SHARE = 0.1
-"""Share of a limit that timing steps may take."""
 PACE_ROUNDS = 3
-"""Rounds of steps that are timed for the limit alone."""
+"""Rounds of steps that are timed for a limit alone."""
+_TIMING_SHARE = 0.1  # of a limit, that timing steps may take
 _REPORT_SHARE, _REPORT_SECONDS = 0.05, 30.0  # of a limit, kept for the pictures and the report
 
 
@@ -52,22 +51,21 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One finished run as the comparison needs it. `final_loss` is None where the run diverged.
-
-    A run that is judged by its loss may omit the rest: `score` (what it is judged by), `selection` (the
-    same on what choices are made on), `best_score` (the score where the selection was best).
-    """
+    """One finished run as the comparison needs it; one that is judged by its loss may omit the scores."""
 
     seed: int
     lr: float
     init: str = ""
     final_loss: float | None
+    """None: it diverged."""
     steps: int
     seconds: float
     curve: Curve
     score: float | None = None
     selection: float | None = None
+    """The score on what choices are made on."""
     best_score: float | None = None
+    """The score where the selection was best."""
     metric_curve: Curve = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     """All numbers after the last step, where there are more than the score."""
@@ -136,6 +134,11 @@ class TimeLimit:
         """Seconds left to runs; infinite without a limit."""
         return math.inf if self.seconds is None else self.seconds - self.kept - self.passed
 
+    @property
+    def timing(self) -> float | None:
+        """Seconds that timing steps may take; None: as many as they need."""
+        return None if self.seconds is None else _TIMING_SHARE * self.left
+
     @staticmethod
     def holding(seconds: float) -> float:
         """Return the limit that leaves so many seconds to runs."""
@@ -169,14 +172,16 @@ class Forecast:
 
     def total(self, arms: Iterable[str], steps: int) -> float:
         """Return the seconds of one run of each arm, as often as it is named."""
-        seconds = [self.seconds(arm, steps) for arm in arms]
-        return max(sum(seconds) / self.at_once, max(seconds, default=0.0))
+        return self._side_by_side([self.seconds(arm, steps) for arm in arms])
 
     def steps_within(self, arms: Sequence[str], seconds: float) -> int:
         """Return the most steps at which one run of each arm, as often as it is named, fits; below 1: none."""
-        start = self.total(arms, 0)
-        steps = math.floor((seconds - start) / (self.total(arms, 1) - start))
+        each, beside = (self._side_by_side([self.paces[arm][part] for arm in arms]) for part in (0, 1))
+        steps = math.floor((seconds / self._slower - beside) / each)
         return steps - steps % 10 if steps > 20 else steps
+
+    def _side_by_side(self, seconds: Sequence[float]) -> float:
+        return max(sum(seconds) / self.at_once, max(seconds, default=0.0))
 
     def observe(self, arm: str, steps: int, seconds: float, *, whole: bool = True) -> None:
         """Take in what a run of so many steps took; one that is not whole would at its pace."""
@@ -193,14 +198,10 @@ def measure_paces(
     evaluations: int,
     evaluation: Callable[[float], float],
 ) -> dict[str, tuple[float, float]]:
-    """Return what a forecast needs of each arm, from seconds of its steps.
+    """Return what a forecast needs of each arm, from `times` of its steps: seconds of a step, and of all else in a run.
 
-    Args:
-        times: of the steps.
-        passed: seconds that building and timing all arms took; what is not of the steps is what a run takes to start.
-        least: seconds of that.
-        evaluations: of a run, whatever its number of steps.
-        evaluation: seconds of a step -> seconds of an evaluation.
+    Of the seconds that `passed`, those that are not of steps are what a run takes to start, at `least` so many; it has
+    so many evaluations whatever its number of steps, and `evaluation` gives their seconds by those of a step.
     """
     start = max(least, (passed - sum(map(sum, times.values()))) / len(times))
     steps = {name: sorted(seconds)[len(seconds) // 2] for name, seconds in times.items()}
@@ -216,18 +217,16 @@ def shortened(config: Any, steps: int) -> Any:
 
 
 class Trials(ABC):
-    """The trials of one recipe.
+    """The trials of one recipe, which has name, description, train, arms, seeds and tune_lr."""
 
-    Args:
-        recipe: with name, description, train, arms, seeds and tune_lr.
-    """
-
+    arm: ClassVar[Any]
+    """An arm; it has `parse`."""
     example: ClassVar[str]
     """Two arms, for a message."""
     pictures: ClassVar[tuple[str, ...]]
     """Files that `draw` writes."""
     report: ModuleType
-    """Has `render_report` and `render_tables` of a record, and the sentences `findings`."""
+    """Has `render_report` of a record, its `tables` and the sentences `findings`."""
     timing_rounds: ClassVar[int]
     """Interleaved steps of each arm by default."""
     parts: ClassVar[tuple[str, ...]]
@@ -288,10 +287,6 @@ class Trials(ABC):
         return arms[0].name
 
     @abstractmethod
-    def parse_arm(self, text: str) -> Any:
-        """Read an arm's short form."""
-
-    @abstractmethod
     def arm_settings(self, arm: Any) -> dict[str, Any]:
         """Return what an arm is, without what is in each run's path."""
 
@@ -304,13 +299,10 @@ class Trials(ABC):
         """Read the data and set their `fingerprint`."""
 
     @abstractmethod
-    def count_and_time(
-        self, arms: Sequence[Any], rounds: int, former: dict[str, list[float]] | None, limit: TimeLimit
-    ) -> Measurement:
+    def count_and_time(self, arms: Sequence[Any], rounds: int, limit: TimeLimit) -> Measurement:
         """Build every arm (UserError where one cannot be), count it, time interleaved steps.
 
-        Rounds of 0 leave times out; `former` are those of an earlier session, which need not be taken again. Where
-        there is a limit, the arms' `paces` are measured too.
+        Rounds of 0 leave times out. Where there is a limit, the arms' `paces` are measured too.
         """
 
     @abstractmethod
@@ -352,7 +344,7 @@ class Plan:
         recipe = trials.recipe
         given = recipe.arms if arms is None else arms
         count = recipe.seeds if seeds is None else seeds
-        chosen = [trials.parse_arm(arm) if isinstance(arm, str) else arm for arm in given]
+        chosen = [trials.arm.parse(arm) if isinstance(arm, str) else arm for arm in given]
         names = [arm.name for arm in chosen]
         grid = tuple(sorted(map(tidy, recipe.tune_lr if tune_lr is None else tune_lr)))
         if len(names) < 2:
@@ -362,10 +354,8 @@ class Plan:
                 raise UserError(f"two arms are called {name!r}; give one of them another with ,name=...")
         check_integer("seeds", count, minimum=1)
         check_integer("max_extensions", max_extensions, minimum=0)
-        if any(not 0 < rate < float("inf") for rate in grid):
-            raise UserError("every learning rate of tune_lr must be a finite number above 0")
-        if len(grid) == 1 or len(set(grid)) < len(grid):
-            raise UserError("tune_lr needs at least two different learning rates; to set one, set lr instead")
+        if len(grid) == 1 or len(set(grid)) < len(grid) or any(not 0 < rate < math.inf for rate in grid):
+            raise UserError("tune_lr needs at least two different learning rates above 0; to set one, set lr instead")
         if reference is not None and reference not in names:
             raise UserError(f"there is no arm {reference!r} to be the reference; there are {', '.join(names)}")
         self.arms = trials.resolve(chosen)

@@ -10,15 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from compare_helpers import a_record, a_run, an_arm
+from compare_helpers import a_record, a_run, an_arm, field_recipe
 from nlr_lab.compare import compare
 from nlr_lab.compare import field_report as pictures
 from nlr_lab.compare import field_trials as trial
-from nlr_lab.compare.field_report import bd_psnr, bd_rate, field_sections, render_report
-from nlr_lab.fields.image import ImageSettings
-from nlr_lab.fields.model import FieldConfig
+from nlr_lab.compare.field_report import bd_psnr, bd_rate, field_sections, findings, render_report
 from nlr_lab.fields.problem import FieldArm, FieldMethod
-from nlr_lab.fields.recipe import FieldRecipe, FitConfig
 from nlr_lab.runtime.environment import cpu_threads
 from nlr_lab.tasks.task import Measure
 from nonlinear_lowrank.errors import DivergedError, UserError
@@ -30,30 +27,19 @@ def parsed(*texts):
     return [FieldArm.parse(text) for text in texts]
 
 
+NAME = "shot [draft] x$_$y.png"
+
+
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compared")
-    return go(make_recipe(folder), folder / "out", timing_rounds=2)
-
-
-def make_recipe(tmp_path):
-    pixels = np.random.default_rng(3).integers(0, 256, (6, 6, 3), dtype=np.uint8)
-    Image.fromarray(pixels).resize((12, 12)).save(tmp_path / "shot [draft] x$_$y.png")
-    field = FieldConfig(in_features=2, out_features=3, width=16)
-    return FieldRecipe(
-        name="tiny",
-        problem=ImageSettings(source=str(tmp_path / "shot [draft] x$_$y.png"), points=0, field=field),
-        method="sine:rank=1,omega=30",
-        train=FitConfig(steps=10, eval_every=2, save_every=0, threads=1, device="cpu", seed=7),
-        arms=ARMS,
-        seeds=2,
-        tune_lr=(1e-3, 1e-2),
-    )
+    recipe = field_recipe(folder, NAME, ARMS, tune_lr=(1e-3, 1e-2), seed=7)
+    return go(recipe, folder / "out", timing_rounds=2)
 
 
 @pytest.fixture
 def recipe(tmp_path):
-    return make_recipe(tmp_path)
+    return field_recipe(tmp_path, NAME, ARMS, tune_lr=(1e-3, 1e-2), seed=7)
 
 
 def go(recipe, out, **options):
@@ -99,7 +85,7 @@ def test_compares_sine_with_low_rank_of_its_size_and_by_curves(compared):
     assert report == render_report(found)
     assert str(compared.out.parent) not in report + json.dumps(found)  # no path of this machine
     assert "shot [draft] x$_$y" in str(compared), "a name that looks like markup or a formula"
-    assert "sine-k3 against low-rank-k3" in str(compared)
+    assert "difference from `low-rank-k3`" in str(compared) or "than `low-rank-k3`" in str(compared)
     for text in ("BD-rate", "BD-PSNR", "n = 2", "rate.png", "strip.png", "setting", "| sine-k1 | 200 | kaiming"):
         assert text in report
     omegas = dict.fromkeys(arms) | {"sine-k1": 200, "sine-k2": 100, "sine-k3": 100}
@@ -154,7 +140,17 @@ def test_distance_of_the_curves_is_bjontegaards_of_the_means_and_of_each_seed():
     text = render_report(found)
     assert "what the last 50 % of the steps added" in text
     assert f"BD-iou of sine over low rank: {found['rate_distortion']['bd_score']:+.3g}" in text
-    assert "worse against low-rank-k2: below by" in text
+    assert "**lower** than `low-rank-k2`, worse" in text
+
+
+@pytest.mark.parametrize(("gain", "cautioned"), [(1.1, False), (0.5, True)])
+def test_cautions_a_claim_by_the_curves_rule(gain, cautioned):
+    low = arm_of("low-rank", 1, [60.0, 61.0, 62.0])
+    results = build([low, arm_of("sine", 1, [60.0 + gain, 61.01 + gain, 62.02 + gain])])
+    line = findings(results)[0]
+    assert "% **higher** than `low-rank-k1`, better" in line
+    assert ("Caution" in line) == cautioned == bool(results["against"]["low-rank-k1"]["sine-k1"]["cautions"])
+    assert ("over the last 50 % of the steps `low-rank-k1` by 1" in line) == cautioned
 
 
 def test_puts_the_best_omega_of_the_tuning_on_the_curve():
@@ -183,7 +179,7 @@ def test_gives_no_distance_of_a_curve_that_lacks_a_point(how):
     if how == "a seed":
         lost = found["against"]["low-rank-k4"]["sine-k4"]
         assert lost["delta"]["value"] is lost["p_holm"] is None
-        assert "sine-k4 against low-rank-k4: no difference to give (diverged in 1 of 3 seeds)." in text
+        assert "no iou difference from `low-rank-k4` can be given (diverged in 1 of 3 seeds)." in text
 
 
 def test_draws_a_sweep_over_omega(recipe, tmp_path, monkeypatch):
@@ -258,56 +254,23 @@ def test_draws_the_strip_again_only_when_its_fits_have_changed(recipe, tmp_path,
     assert drawn == [names[:2], names], "once a session, though more seeds were published"
 
 
-# --- choices, interruption, time ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def scores(monkeypatch):
-    """Fits score what the test says of init and learning rate (None: the fit diverges), not what they reach."""
+def test_records_fits_that_diverge_at_every_choice(recipe, tmp_path, monkeypatch):
     fit = trial.fit
 
-    def install(score):
-        def scored(problem, method, config, folder, **options):
-            value = score(method.init, config.lr)
-            if value is None:
-                folder.mkdir(parents=True)
-                raise DivergedError("no number", 3)
-            fit(problem, method, config, folder, **options)
-            result = json.loads((folder / "result.json").read_text())
-            (folder / "result.json").write_text(json.dumps(result | {"metrics": result["metrics"] | {"psnr": value}}))
+    def diverge(problem, method, config, folder, **options):
+        if method.kind == "sine":
+            folder.mkdir(parents=True)
+            raise DivergedError("no number", 3)
+        fit(problem, method, config, folder, **options)
 
-        monkeypatch.setattr(trial, "fit", scored)
-
-    return install
-
-
-def tried(arm, init):
-    return sorted(run["lr"] for run in arm["tuning"] if run["init"] == init)
-
-
-def test_extends_the_grid_of_the_best_init(recipe, tmp_path, scores):
-    scores(lambda init, rate: -abs(np.log(rate / 0.03)) - (init == "kaiming_zero"))
-    arms = parsed("low-rank:rank=1", "sine:rank=1,lr=1e-3")
-    recipe = replace(recipe, tune_lr=(5e-3, 1e-2), train=replace(recipe.train, steps=1))
-    fewer = go(recipe, tmp_path / "out", arms=arms, seeds=1, max_extensions=1).results
-    assert tried(fewer["arms"][0], "kaiming_sqrt5") == [5e-3, 1e-2, 2e-2]
-    assert any("best learning rate 0.02 is still at the edge" in note for note in fewer["notes"])
-    found = go(recipe, tmp_path / "out", arms=arms, seeds=1, max_extensions=4, resume=True).results
-    low, sine = found["arms"]
-    assert tried(low, "kaiming_sqrt5") == [5e-3, 1e-2, 2e-2, 4e-2, 8e-2]
-    assert tried(low, "kaiming_zero") == [5e-3, 1e-2]
-    assert (low["init"], low["lr"]) == ("kaiming_sqrt5", 4e-2)
-    assert tried(sine, "kaiming_sqrt5") == [1e-3], "an arm's own learning rate is no grid"
-    assert not found["notes"]
-
-
-def test_extends_the_grid_downwards_where_every_choice_diverges(recipe, tmp_path, scores):
-    scores(lambda init, rate: None if rate > 3e-4 else 20.0 + (init == "kaiming_zero"))
+    monkeypatch.setattr(trial, "fit", diverge)
     recipe = replace(recipe, tune_lr=(1e-3, 2e-3), train=replace(recipe.train, steps=1))
-    arms = parsed("low-rank:rank=1", "sine:rank=1,lr=1e-4")
-    low = go(recipe, tmp_path / "out", arms=arms, seeds=1, max_extensions=2).results["arms"][0]
-    assert tried(low, "kaiming_sqrt5") == tried(low, "kaiming_zero") == [2.5e-4, 5e-4, 1e-3, 2e-3]
-    assert (low["init"], low["lr"]) == ("kaiming_zero", 2.5e-4)
+    arms = parsed("low-rank:rank=1,lr=1e-3,init=kaiming_zero", "sine:rank=1")
+    low, sine = go(recipe, tmp_path / "out", arms=arms, seeds=1, max_extensions=1).results["arms"]
+    tried = {(run["init"], run["lr"]) for run in sine["tuning"] if run["diverged_at"] == 3}
+    assert tried == {(init, rate) for init in ("kaiming_sqrt5", "kaiming_zero") for rate in (5e-4, 1e-3, 2e-3)}
+    assert (sine["lr"], sine["runs"], low["tuning"]) == (None, [], [])
+    assert low["score"]["n"] == 1, "the other arm goes on"
 
 
 # --- arms, arguments, folders ---------------------------------------------------------------------------------

@@ -9,8 +9,6 @@ import pytest
 
 from compare_helpers import a_record, a_run, an_arm
 from nlr_lab.compare import report
-from nlr_lab.compare.field_report import field_sections
-from nlr_lab.compare.field_report import findings as field_findings
 from nlr_lab.compare.report import draw_models, findings, mean_curve, render_report, training_rows
 from nlr_lab.compare.statistics import curve_cautions, late_change, paired_mean
 from nlr_lab.compare.trial import Choice, next_choices
@@ -89,26 +87,6 @@ def test_cautions_a_claim_that_its_curves_do_not_bear(shape, options, cautions):
     assert "Caution" not in " ".join(findings(results)), "nothing is claimed"
 
 
-def field_arm(kind, scores, late):
-    """Ends at `scores`, of which the last half of the steps brought `late`."""
-    runs = [
-        a_run(seed, 1.0, 20, score=score, metric_curve=((10, score - late), (20, score)), metrics={"psnr": score})
-        for seed, score in enumerate(scores)
-    ]
-    return an_arm(kind, *runs, settings={"kind": kind, "rank": 1})
-
-
-@pytest.mark.parametrize(("late", "cautioned"), [(3.0, True), (0.5, False)])
-def test_fields_claim_by_the_same_rule(late, cautioned):
-    arms = (field_arm("low-rank", (20.0, 21.0, 22.0), late), field_arm("sine", (21.0, 22.1, 23.2), 0.1))
-    psnr = Measure(name="psnr", higher_is_better=True, unit="dB")
-    results = field_sections(a_record(arms, (0, 1, 2), measure=psnr), 1000, {"low-rank": None, "sine": 7.0})
-    line = field_findings(results)[0]
-    assert "above by 1.1 dB" in line
-    assert ("Caution" in line) == cautioned == bool(results["against"]["low-rank"]["sine"]["cautions"])
-    assert not cautioned or "over the last 50 % of the steps `low-rank` by 3 still improved" in line
-
-
 def test_late_change_needs_an_evaluation_in_the_first_four_fifths():
     assert late_change([(50, 4.0), (80, 3.5), (90, 2.0), (100, 3.0)]) == pytest.approx((-0.5, 0.2))
     assert late_change([(81, 4.0), (100, 3.0)]) is None
@@ -171,6 +149,22 @@ def test_loss_chooses_where_the_metric_says_nothing(losses, expected):
     better = replace(tried[0], selection=0.1, final_loss=9.0)
     (choice,) = next_choices([better, *tried[1:]], measure)
     assert choice.lr == pytest.approx(1e-3 / 3, rel=1e-5), "only where it says nothing"
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ({("a", 1e-3): 3.0, ("a", 2e-3): 2.0, ("b", 1e-3): 2.5, ("b", 2e-3): 2.4}, [("a", 4e-3)]),
+        ({("a", 1e-3): 2.0, ("a", 2e-3): 3.0, ("b", 1e-3): 2.5, ("b", 2e-3): 2.4}, [("a", 5e-4)]),
+        ({("a", 1e-3): 3.0, ("a", 2e-3): 2.0, ("a", 4e-3): None, ("b", 4e-3): 2.5}, []),
+        ({("a", 1e-3): None, ("a", 2e-3): None, ("b", 1e-3): None, ("b", 2e-3): None}, [("a", 5e-4), ("b", 5e-4)]),
+        ({("a", 1e-3): 2.0}, []),
+    ],
+    ids=["up", "down", "inside", "diverged", "no-grid"],
+)
+def test_grid_grows_where_the_best_init_is_at_its_edge(losses, expected):
+    tried = [a_run(0, loss, lr=rate, init=init) for (init, rate), loss in losses.items()]
+    assert [(choice.init, choice.lr) for choice in next_choices(tried)] == expected
 
 
 # --- pictures: that they hold what they are given, not how they look ------------------------------------------

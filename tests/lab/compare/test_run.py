@@ -91,7 +91,7 @@ def test_prints_a_slower_arm_as_plainly(go, monkeypatch):
     assert "**higher** than `baseline`" in text
     assert "0 of 3 seeds: no step speedup" in text
     assert "not reached (by 0 of 3" in re.sub(r"[\s\u2502|]+", " ", shown)
-    assert "Speed at the lowest loss that both reach" in shown
+    assert "At the lowest loss that both reach" in shown
 
 
 # --- learning rates ------------------------------------------------------------------------------------------
@@ -108,6 +108,12 @@ def test_tunes_each_arm_and_extends_its_grid_until_the_best_is_inside(go, tmp_pa
     assert {call[2] for call in training.calls if call[1] == 32e-3} == {0}, "tuning has a seed of its own"
     assert {call[2] for call in training.calls} == {0, 1, 2, 3}
     assert not any("edge" in note for note in comparison.results["notes"])
+    loss = bowl({"baseline": 2e-3, "noble-r4": 16e-3})
+    fewer = go(loss, arms=(BASE, NOBLE), tune_lr=(1e-3, 2e-3, 4e-3), max_extensions=1, out=tmp_path / "fewer").results
+    (note,) = fewer["notes"]
+    assert note.startswith(
+        "`noble-r4`: the best learning rate 0.008 is still at the edge of its grid after 1 extensions"
+    )
     fixed = go(arms=(BASE, replace(NOBLE, lr=5e-3)), tune_lr=(1e-3, 2e-3), out=tmp_path / "fixed").results["arms"][1]
     assert (fixed["lr"], fixed["lr_source"], fixed["tuning"]) == (5e-3, "set by the arm", [])
 
@@ -264,21 +270,24 @@ def files(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_refuses_a_used_folder_untouched(go, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "diary.txt").write_text("mine")
-    for options, words in [({}, "not empty"), ({"resume": True}, "no comparison"), ({"overwrite": True}, "holds no")]:
-        with pytest.raises(UserError, match=words):
-            go(**options)
-        assert files(out) == {Path("diary.txt"): b"mine"}
-    (out / "diary.txt").unlink()
-    go(arms=(BASE, NOBLE))
-    (out / "diary.txt").write_text("mine")
+@pytest.mark.parametrize(
+    ("options", "words"), [({}, "not empty"), ({"resume": True}, "no comparison"), ({"overwrite": True}, "holds no")]
+)
+def test_refuses_a_used_folder_untouched(go, tmp_path, options, words):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "diary.txt").write_text("mine")
+    with pytest.raises(UserError, match=words):
+        go(**options)
+    assert files(tmp_path / "out") == {Path("diary.txt"): b"mine"}
+
+
+def test_overwrites_a_comparisons_own_files_alone(go, tmp_path):
+    go(arms=(BASE, NOBLE), seeds=1)
+    (tmp_path / "out" / "diary.txt").write_text("mine")
     training = FakeTraining(gain)
-    go(training=training, arms=(BASE, NOBLE), overwrite=True)
-    assert len(training.calls) == 6, "nothing of the former comparison is reused"
-    assert (out / "diary.txt").read_text() == "mine", "only a comparison's own files are replaced"
+    go(training=training, arms=(BASE, NOBLE), seeds=1, overwrite=True)
+    assert len(training.calls) == 2, "nothing of the former comparison is reused"
+    assert (tmp_path / "out" / "diary.txt").read_text() == "mine"
 
 
 def test_refuses_changed_settings_by_name(go, recipe, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from scipy.stats import ttest_rel
 
-from compare_helpers import tiny_recipe
+from compare_helpers import field_recipe, tiny_recipe
 from nlr_lab.compare import compare
 from nlr_lab.compare.report import p_text
 from nlr_lab.compare.study import (
@@ -25,13 +25,9 @@ from nlr_lab.compare.study import (
     study_parser,
     tuned_arms,
 )
-from nlr_lab.fields.image import ImageSettings
-from nlr_lab.fields.model import FieldConfig
 from nlr_lab.fields.problem import FieldArm
-from nlr_lab.fields.recipe import FieldRecipe, FitConfig
 from nlr_lab.training import Arm
 from nonlinear_lowrank.errors import UserError
-from seeds import rng
 
 SCRIPTS = sorted((Path(__file__).parents[3] / "studies").glob("*/run.py"))
 OPTIONS = {"timing_rounds": 0, "quiet": True}
@@ -47,16 +43,8 @@ def into(tmp_path):
 @pytest.fixture
 def photo(tmp_path):
     """A field's recipe with two arms."""
-    pixels = rng().integers(0, 256, (9, 9, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "photo.png")
-    field = FieldConfig(in_features=2, out_features=3, width=16)
-    return FieldRecipe(
-        name="photo",
-        problem=ImageSettings(source=str(tmp_path / "photo.png"), points=0, field=field),
-        method="sine:rank=1,omega=30",
-        train=FitConfig(steps=4, eval_every=2, save_every=0, threads=1, device="cpu"),
-        arms=("low-rank:rank=1,init=kaiming_zero", "sine:rank=1,init=kaiming_zero"),
-    )
+    arms = ("low-rank:rank=1,init=kaiming_zero", "sine:rank=1,init=kaiming_zero")
+    return field_recipe(tmp_path, arms=arms, seeds=3, steps=4)
 
 
 @pytest.fixture
@@ -101,20 +89,17 @@ def test_resumes_a_study_of_fields_from_kept_runs(photo, tmp_path, into, capsys)
 
 def test_resumes_a_study_of_a_model_from_kept_runs(novel, tmp_path, into, capsys):
     options = OPTIONS | {"max_extensions": 0}
-    arms = [Arm.parse(text) for text in ("baseline:grid=1e-3/2e-3", "noble:rank=2,lr=1e-3")]
-    run_study(novel, tmp_path / "one", into, "small", arms=arms, seeds=1, **options)
+    options["arms"] = [Arm.parse(text) for text in ("baseline:grid=1e-3/2e-3", "noble:rank=2,lr=1e-3")]
+    run_study(novel, tmp_path / "one", into, "small", seeds=1, **options)
     shutil.copytree(into, tmp_path / "whole")
-    run_study(novel, tmp_path / "two", into, "small", arms=arms, seeds=1, **options)
-    # Nothing was trained again.
-    assert not list((tmp_path / "two").glob("runs/**/model"))
+    run_study(novel, tmp_path / "two", into, "small", seeds=1, **options)
+    assert not list((tmp_path / "two").glob("runs/**/model")), "nothing was trained again"
     assert table(into / "small.json") == table(tmp_path / "whole" / "small.json")
     assert (into / "small-runs.jsonl").read_bytes() == (tmp_path / "whole" / "small-runs.jsonl").read_bytes()
     assert str(tmp_path) not in (into / "small-runs.jsonl").read_text()
-    run_study(novel, tmp_path / "two", into, "small", arms=arms, seeds=2, **options)
-    trained = {
-        path.relative_to(tmp_path / "two" / "runs").parts[2] for path in (tmp_path / "two").glob("runs/**/model")
-    }
-    assert trained == {"seed-2"}
+    run_study(novel, tmp_path / "two", into, "small", seeds=2, **options)
+    trained = (tmp_path / "two" / "runs").glob("**/model")
+    assert {path.parent.name for path in trained} == {"seed-2"}
     capsys.readouterr()
 
 
@@ -145,7 +130,7 @@ def test_takes_kept_runs_for_moved_data_and_no_other_data(photo, tmp_path, into)
     (tmp_path / "photo.png").rename(moved)
     elsewhere = replace(photo, problem=replace(photo.problem, source=str(moved)))
     run_study(elsewhere, tmp_path / "two", into, "small", seeds=1, **OPTIONS)
-    Image.fromarray(np.zeros((9, 9, 3), dtype=np.uint8)).save(moved)
+    Image.fromarray(np.zeros((12, 12, 3), dtype=np.uint8)).save(moved)
     with pytest.raises(UserError, match="other data"):
         run_study(elsewhere, tmp_path / "three", into, "small", seeds=1, **OPTIONS)
     moved.unlink()
@@ -222,11 +207,11 @@ def test_smoke_run_of_a_model_is_small_and_apart(novel, tmp_path, capsys):
 
 def test_reads_a_studys_options(capsys):
     parser = study_parser("What it asks.\n\n    python run.py", "tiny", "text", "rows", seeds=2, sized=True)
-    given = parser.parse_args(["a.txt", "b"])
-    assert (given.text, given.rows, given.work) == (Path.cwd() / "a.txt", Path.cwd() / "b", Path("runs/tiny"))
-    assert (given.size, given.smoke, given.seeds, given.threads) == ("cpu", False, 2, 1)
-    given = parser.parse_args(["a", "b", "--size=gpu", "--smoke", "--seeds=5", "--threads=4", "--work=w"])
-    assert (given.size, given.smoke, given.seeds, given.threads, given.work) == ("gpu", True, 5, 4, Path("w"))
+    given = vars(parser.parse_args(["a.txt", "b"]))
+    plain = {"size": "cpu", "smoke": False, "seeds": 2, "threads": 1, "work": Path("runs/tiny")}
+    assert given == {"text": Path.cwd() / "a.txt", "rows": Path.cwd() / "b", **plain}
+    given = vars(parser.parse_args(["a", "b", "--size=gpu", "--smoke", "--seeds=5", "--threads=4", "--work=w"]))
+    assert given.items() >= {"size": "gpu", "smoke": True, "seeds": 5, "threads": 4, "work": Path("w")}.items()
     with pytest.raises(SystemExit):
         study_parser("", "tiny", "text").parse_args(["a.txt", "--smoke"])
     capsys.readouterr()
@@ -235,14 +220,11 @@ def test_reads_a_studys_options(capsys):
     assert "What it asks.\n\n    python run.py\n" in capsys.readouterr().out
 
 
-def test_turns_user_errors_into_one_line():
-    with pytest.raises(SystemExit, match=r"^table: no rates$") as left, one_line_errors("table"):
+@pytest.mark.parametrize(("part", "line"), [("table", "table: no rates"), ("", "no rates")])
+def test_turns_user_errors_into_one_line(part, line):
+    with pytest.raises(SystemExit, match=f"^{line}$") as left, one_line_errors(part):
         raise UserError("no rates")
     assert left.value.__suppress_context__
-    with pytest.raises(SystemExit, match=r"^no rates$"), one_line_errors():
-        raise UserError("no rates")
-    with pytest.raises(KeyError), one_line_errors("table"):
-        raise KeyError
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=[script.parent.name for script in SCRIPTS])

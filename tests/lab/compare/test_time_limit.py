@@ -4,24 +4,18 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from compare_helpers import BASE, NOBLE, StubTask, compare_stub, tiny_recipe
+from compare_helpers import BASE, NOBLE, StubTask, compare_stub, field_recipe, tiny_recipe
 from nlr_lab.bench.timing import interleaved_step_times
 from nlr_lab.compare import compare
 from nlr_lab.compare.trial import Measurement, shortened
 from nlr_lab.fields.fit import Stepper
-from nlr_lab.fields.image import ImageSettings
-from nlr_lab.fields.model import FieldConfig
-from nlr_lab.fields.problem import FieldArm
-from nlr_lab.fields.recipe import FieldRecipe, FitConfig
+from nlr_lab.fields.recipe import FitConfig
 from nlr_lab.runtime.environment import OutOfTimeError, duration
 from nlr_lab.training import Recipe, TrainConfig, run_training
 from nonlinear_lowrank import UserError
-from seeds import rng
 
 STEPS = 200
 
@@ -186,8 +180,6 @@ def test_stopped_run_goes_on_bit_by_bit(tmp_path):
 
 
 def test_slow_fields_end_within_their_limit(tmp_path, monkeypatch):
-    pixels = rng().integers(0, 256, (12, 12, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "photo.png")
     take, clock = Stepper.take, SimpleNamespace(now=0.0)
 
     def slow(stepper, step):
@@ -196,17 +188,9 @@ def test_slow_fields_end_within_their_limit(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Stepper, "take", slow)
     monkeypatch.setattr("nlr_lab.bench.timing.time.perf_counter", lambda: clock.now)
-    recipe = FieldRecipe(
-        name="tiny",
-        problem=ImageSettings(
-            source=str(tmp_path / "photo.png"), points=0, field=FieldConfig(in_features=2, out_features=3, width=16)
-        ),
-        method="dense",
-        train=FitConfig(steps=300, threads=1, device="cpu"),
-        arms=(),
-    )
-    arms = [FieldArm.parse(f"{kind}:rank=1,init=kaiming_zero") for kind in ("low-rank", "sine")]
-    options = {"arms": arms, "seeds": 2, "timing_rounds": 0, "quiet": True, "clock": lambda: clock.now}
+    arms = [f"{kind}:rank=1,init=kaiming_zero" for kind in ("low-rank", "sine")]
+    recipe = field_recipe(tmp_path, arms=arms, steps=300, eval_every=0, save_every=500)
+    options = {"timing_rounds": 0, "quiet": True, "clock": lambda: clock.now}
     comparison = compare(recipe, tmp_path / "out", max_seconds=200, **options)
     found = comparison.results
     assert clock.now <= 200

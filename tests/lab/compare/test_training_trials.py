@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,31 +11,21 @@ import torch
 from compare_helpers import BASE, CONTROL, NOBLE, tiny_recipe
 from nlr_lab.compare import compare
 from nlr_lab.compare.model_trials import measure_arms, training_step
-from nlr_lab.tasks.task import Prepared
-from nlr_lab.tasks.text.data import TextData
-from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
-from nlr_lab.training import Arm, Recipe, TrainConfig
+from nlr_lab.training import Arm
 from nonlinear_lowrank.errors import UserError
 
 
 @pytest.fixture
-def tiny():
-    """A two-layer language model on random tokens: (recipe, prepared)."""
-    length, vocabulary = 16, 50
-    backbone = GlmBackbone(layers=2, width=16, heads=2, hidden=32)
-    text = TextData(sequence_length=length, vocab_size=300)
-    train = TrainConfig(steps=4, batch_size=4, gradient_accumulation=2, lr=1e-3, tracker="none")
-    recipe = Recipe(name="tiny", task=LanguageModelTask(text=text, backbone=backbone), train=train)
-    tokens = torch.randint(vocabulary, (6, length))
-    items = [{"input_ids": row, "labels": row} for row in tokens]
-    tokenizer = SimpleNamespace(eos_token_id=0)
-    return recipe, Prepared(train=items, valid=items, vocab_size=vocabulary, tokenizer=tokenizer, fingerprint="f")
+def tiny(tmp_path):
+    """A one-layer language model and its text: (recipe, prepared)."""
+    recipe = tiny_recipe(tmp_path, gradient_accumulation=2)
+    return recipe, recipe.task.prepare(progress=False)
 
 
 def test_measured_costs_are_the_formulas(tiny):
     recipe, prepared = tiny
     measured = measure_arms(recipe, (BASE, CONTROL, NOBLE), prepared, rounds=2)
-    d, hidden, vocabulary, layers, length, r = 16, 32, 50, 2, 16, 4
+    d, hidden, vocabulary, layers, length, r = 16, 32, prepared.vocab_size, 1, 16, 4
     linears = [(d, d)] * 4 + [(d, 2 * hidden), (hidden, d)]
     norms = layers * 2 * d + d
     parameters = layers * sum(a * b for a, b in linears) + 2 * vocabulary * d + norms
@@ -75,11 +64,9 @@ def test_end_to_end_through_the_real_training(tmp_path):
     out = tmp_path / "out"
     options = {"seeds": 2, "tune_lr": (), "timing_rounds": 3, "quiet": True}
     first = compare(recipe, out, arms=(BASE, NOBLE), **options).results
-    assert first["n"] == 2
     for arm in first["arms"]:
-        assert len(arm["runs"]) == 2
+        assert [run["status"] for run in arm["runs"]] == ["done"] * 2
         for run in arm["runs"]:
-            assert run["status"] == "done"
             assert run["curve"][-1] == [8, run["final_loss"]]
             assert 1.0 < run["final_loss"] < math.log(270) + 2
             folder = out / "runs" / arm["name"] / f"lr-{arm['lr']:.6g}" / f"seed-{run['seed']}"
@@ -92,7 +79,6 @@ def test_end_to_end_through_the_real_training(tmp_path):
     delta = first["against"]["baseline"]["noble-r4"]["delta"]
     losses = [[run["final_loss"] for run in arm["runs"]] for arm in first["arms"]]
     assert delta["value"] == pytest.approx(np.mean(np.subtract(losses[1], losses[0])))
-    assert delta["low"] < delta["value"] < delta["high"]
     assert first["arms"][1]["step_time_ratio"]["n"] == 3
     for name in ("results.json", "report.md", "curves.png", "timing.json", "compare.json"):
         assert (out / name).stat().st_size > 0
@@ -103,7 +89,6 @@ def test_end_to_end_through_the_real_training(tmp_path):
     second = compare(recipe, out, arms=(BASE, NOBLE, twin_arm, poisoned), resume=True, **options).results
     assert {path: path.stat().st_mtime_ns for path in before} == before, "finished runs are used as they are"
     assert second["arms"][0]["runs"] == first["arms"][0]["runs"]
-    assert [run["status"] for run in second["arms"][3]["runs"]] == ["diverged"] * 2
     assert second["against"]["baseline"]["poison"]["delta"]["note"] == "diverged in 2 of 2 seeds"
     same = second["against"]["baseline"]["twin"]
     assert same["delta"]["value"] == 0.0, "the same model on the same batches is the same run"
