@@ -26,21 +26,19 @@ from nlr_lab.runtime.bounds import eight_bits
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import one_line
 
-from .model import Field
+from .model import Field, values
 from .problem import FieldMethod
 from .settings import FieldConfig, ImageSettings
 
 EMBEDDED = {"china": "china.jpg", "flower": "flower.jpg"}
 """scikit-learn's photographs, 640 x 427, for which nothing is downloaded."""
 
-_CHUNK = 1 << 15  # pixels that an evaluation takes at once
 _ORIENTATION = 0x0112  # EXIF's number of the tag
 _FLIPS = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE ROTATE_90"
 _TURNS = {number: Transpose[name] for number, name in enumerate(_FLIPS.split(), 2)}  # by EXIF's orientation
 
 
 def prepare(settings: ImageSettings) -> "ImageProblem":
-    """Read the image; raise UserError for no such file, no image or an empty one, or a crop larger than it."""
     source, crop, pixels = settings.source, settings.crop, read_image(settings.source)
     height, width = pixels.shape[:2]
     if crop:
@@ -146,8 +144,8 @@ class ImageProblem:
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Mean squared error."""
-        positions, values = batch
-        return (model(positions) - values).square().mean()
+        where, colours = batch
+        return (model(where) - colours).square().mean()
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return PSNR and bits per pixel, as in this file's table."""
@@ -162,14 +160,17 @@ class ImageProblem:
             "bits_per_pixel_half": 16 * per_pixel,
         }
 
-    @torch.no_grad()
     def picture(self, model: nn.Module | None) -> np.ndarray:
         """Return the image as the model has it, or as it is."""
         if model is None:
             return self._pixels
-        device = next(model.parameters()).device
-        values = torch.cat([model(part.to(device)).cpu() for part in self._positions.split(_CHUNK)])
-        return (values.clamp(0, 1) * 255).round().to(torch.uint8).numpy().reshape(self._pixels.shape)
+        return (
+            (values(model, self._positions).clamp(0, 1) * 255)
+            .round()
+            .to(torch.uint8)
+            .numpy()
+            .reshape(self._pixels.shape)
+        )
 
     def write(self, model: nn.Module, folder: Path) -> list[Path]:
         """Write fitted.png, and truth.png beside it."""

@@ -140,7 +140,7 @@ def _closed(mesh: "Trimesh", path: Path, repair: bool) -> "Trimesh":
     edges = np.concatenate([faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]])
     _, places, shared = np.unique(np.sort(edges, axis=1), axis=0, return_index=True, return_counts=True)
     rim = edges[places[shared == 1]]
-    hole = np.unique(_components(*rim.T, len(mesh.vertices))[rim[:, 0]], return_inverse=True)[1]
+    hole = np.unique(_components(rim[:, 0], rim[:, 1], len(mesh.vertices))[rim[:, 0]], return_inverse=True)[1]
     middle = np.zeros((hole.max(initial=-1) + 1, 3))
     np.add.at(middle, hole, mesh.vertices[rim[:, 0]])
     middle /= np.bincount(hole)[:, None]

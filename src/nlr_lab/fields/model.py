@@ -13,27 +13,22 @@ Init table, for linears of n inputs; `FieldMethod.init` sets a (sqrt(5) or 0):
 
 With activation "siren" and dense linears that is SIREN's own (Sitzmann et al. 2020, section 3.2).
 
-The radiance field of the sine low-rank paper, found by the parameter counts that it prints (docs/nerf.md):
-
-    position (3) -> layers x [linear 256, activation] -> alpha: linear 1 -> density
-                                                      -> feature: linear 256, with direction (3) -> view: linear 128,
-                                                         activation -> rgb: linear 3, sigmoid -> colour
-
-Every linear has a bias, and is factored only where it gets smaller, which alpha never does. Source: sine_lowrank.txt,
-section 4.3, Table 3 and appendix A.2.4.
+The radiance field is the one whose parameter counts the paper prints (docs/nerf.md). Every linear has a bias, and is
+factored only where it gets smaller.
 """
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
-
-from .problem import FieldMethod, dense_linear
+from .problem import FieldMethod
 from .settings import FieldConfig, RadianceConfig
+
+_CHUNK = 1 << 15  # positions that are evaluated at once where no gradient is needed
 
 
 class Field(nn.Module):
@@ -64,9 +59,8 @@ class Field(nn.Module):
         return self.last(z)
 
     def _activate(self, z: Tensor) -> Tensor:
-        if self.config.activation == "siren":
-            return torch.sin(self.config.frequency * z)
-        return torch.relu(z) if self.config.activation == "relu" else gaussian(z, self.config.spread)
+        siren = self.config.activation == "siren"
+        return torch.sin(self.config.frequency * z) if siren else _activate(z, self.config)
 
 
 class RadianceNet(nn.Module):
@@ -79,8 +73,7 @@ class RadianceNet(nn.Module):
         def linear(d_in: int, d_out: int) -> nn.Module:
             return method.linear(d_in, d_out, generator=generator)
 
-        width = config.width
-        first = 3 * (1 + 2 * config.octaves)
+        width, first = config.width, 3 * (1 + 2 * config.octaves)
         self.layers = nn.ModuleList([linear(width if number else first, width) for number in range(config.layers)])
         self.alpha = linear(width, 1)
         self.feature = linear(width, width)
@@ -90,14 +83,11 @@ class RadianceNet(nn.Module):
     def forward(self, points: Tensor, views: Tensor) -> tuple[Tensor, Tensor]:
         hidden = encode(points, self.config.octaves)
         for layer in self.layers:
-            hidden = self._activate(layer(hidden))
+            hidden = _activate(layer(hidden), self.config)
         raw = self.alpha(hidden)[..., 0]
         density = F.relu(raw) if self.config.density == "relu" else F.softplus(raw)
         seen = torch.cat([self.feature(hidden), encode(views, self.config.view_octaves)], -1)
-        return density, torch.sigmoid(self.rgb(self._activate(self.view(seen))))
-
-    def _activate(self, z: Tensor) -> Tensor:
-        return F.relu(z) if self.config.activation == "relu" else gaussian(z, self.config.spread)
+        return density, torch.sigmoid(self.rgb(_activate(self.view(seen), self.config)))
 
 
 class Radiance(nn.Module):
@@ -112,6 +102,17 @@ class Radiance(nn.Module):
         net = self.fine if fine else self.coarse
         assert net is not None
         return net(points, views)
+
+
+@torch.no_grad()
+def values(model: nn.Module, positions: Tensor) -> Tensor:
+    """A model's values at positions (N, d): (N, out_features) float32 on the CPU, some at a time."""
+    device = next(model.parameters()).device
+    return torch.cat([model(part.to(device)).float().cpu() for part in positions.split(_CHUNK)])
+
+
+def _activate(z: Tensor, config: FieldConfig | RadianceConfig) -> Tensor:
+    return torch.relu(z) if config.activation == "relu" else gaussian(z, config.spread)
 
 
 def encode(x: Tensor, octaves: int) -> Tensor:
@@ -151,14 +152,11 @@ def _siren_linear(
     d_in: int, d_out: int, method: FieldMethod, frequency: float, generator: torch.Generator
 ) -> nn.Module:
     """A linear whose weight is 1 / omega_0 of the usual, since the activation multiplies by omega_0."""
-    if not method.factors(d_in, d_out):
-        layer = dense_linear(d_in, d_out, init="kaiming_zero", generator=generator)
-        layer.weight.div_(frequency)
-        return layer
-    if method.kind == "sine":
+    factored = method.factors(d_in, d_out)
+    if factored and method.kind == "sine":
         gain = d_in**0.5 if method.gain is None else method.gain
         return replace(method, gain=gain * frequency).linear(d_in, d_out, generator=generator)
-    low = method.linear(d_in, d_out, generator=generator)
-    assert isinstance(low, SineLowRankLinear)
-    low.sine_up.div_(frequency)
-    return low
+    chosen = method if factored else FieldMethod(init="kaiming_zero")
+    layer: Any = chosen.linear(d_in, d_out, generator=generator)
+    (layer.sine_up if factored else layer.weight).div_(frequency)
+    return layer

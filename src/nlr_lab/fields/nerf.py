@@ -29,7 +29,6 @@ _FRAME_MS = 100
 
 
 def prepare(settings: NerfSettings) -> "NerfProblem":
-    """Read the scene; raise UserError where there is none, or it is not what it should be."""
     if settings.source == "demo":
         scene = demo_scene(size=max(DEMO_SIZE // settings.downscale, 1), held_out=settings.held_out)
         return NerfProblem(scene, settings)
@@ -56,7 +55,13 @@ class NerfProblem:
             raise UserError(f"{small}; frames cannot be {times} times smaller: give a smaller frame_downscale")
         require("fields", "skimage")  # that it is missing is said before the work, not after
         self.scene, self.settings = scene, settings
-        self._path = self._cameras_of_frames()  # likewise
+        self._path: Cameras | None = None
+        if settings.frames:
+            try:
+                self._path = scene.path(settings.frames).reduced(settings.frame_downscale)
+            except UserError as error:
+                why = f"no path can be made for the frames of {scene.name}: {error}"
+                raise UserError(f"{why}, or set frames to 0") from error
         self.name = scene.name
         said = repr((scene.fingerprint, settings.rays, settings.samples, settings.fine_samples, settings.field))
         self.fingerprint = hashlib.sha256(said.encode()).hexdigest()
@@ -105,45 +110,37 @@ class NerfProblem:
 
     def write(self, model: nn.Module, folder: Path) -> list[Path]:
         """Write each held-out view with the truth to its left, and the path as frames and as one moving picture."""
-        files = []
+        pictures = {}
         for view in self.scene.held_out:
             truth, seen = self.scene.images[view], self.view(model, self.scene.cameras, view)
             between = np.ones((len(truth), _GAP, 3), np.float32)
-            files.append(folder / f"view-{view:03d}.png")
-            Image.fromarray(_bytes(np.concatenate([truth, between, seen], 1))).save(files[-1])
-        cameras = self._path
-        if cameras is None:
-            return files
-        frames = [Image.fromarray(_bytes(self.view(model, cameras, frame))) for frame in range(len(cameras))]
-        (folder / "path").mkdir()
-        for number, frame in enumerate(frames):
-            files.append(folder / "path" / f"frame-{number:03d}.png")
-            frame.save(files[-1])
-        moving = folder / "path.gif"
-        frames[0].save(moving, save_all=True, append_images=frames[1:], duration=_FRAME_MS, loop=0)
-        return [files[0], moving, *files[1:]]
+            pictures[folder / f"view-{view:03d}.png"] = Image.fromarray(
+                _bytes(np.concatenate([truth, between, seen], 1))
+            )
+        frames = []
+        if self._path is not None:
+            frames = [Image.fromarray(_bytes(self.view(model, self._path, each))) for each in range(len(self._path))]
+            (folder / "path").mkdir()
+            pictures |= {folder / "path" / f"frame-{number:03d}.png": frame for number, frame in enumerate(frames)}
+        for file, picture in pictures.items():
+            picture.save(file)
+        files = list(pictures)
+        if frames:
+            files.insert(1, folder / "path.gif")
+            frames[0].save(files[1], save_all=True, append_images=frames[1:], duration=_FRAME_MS, loop=0)
+        return files
 
     @torch.no_grad()
     def view(self, model: nn.Module, cameras: Cameras, number: int) -> np.ndarray:
         """Render what a camera sees, samples at the middles of their bins: (height, width, 3) float32 in [0, 1]."""
-        parameter, width = next(model.parameters()), cameras.width
+        device, width = next(model.parameters()).device, cameras.width
         place = torch.arange(cameras.height * width)
-        row, column = place // width, place % width
-        rays = self._rays(cameras, torch.full_like(row, number), row, column)
+        rays = self._rays(cameras, torch.full_like(place, number), place // width, place % width)
         at_once, colours = max(1, _POINTS // sum(self._counts)), []
-        for start in range(0, len(row), at_once):
-            some = Rays(*(each[start : start + at_once].to(parameter.device) for each in rays))
-            middles = [some.origins.new_full((len(some.origins), count), 0.5) for count in self._counts]
-            colours.append(self._render(model, some, *middles)[-1].clamp(0, 1).cpu())
+        for some in zip(*(each.to(device).split(at_once) for each in rays), strict=True):
+            middles = [torch.full((len(some[0]), count), 0.5, device=device) for count in self._counts]
+            colours.append(self._render(model, Rays(*some), *middles)[-1].clamp(0, 1).cpu())
         return torch.cat(colours).reshape(cameras.height, cameras.width, 3).numpy()
-
-    def _cameras_of_frames(self) -> Cameras | None:
-        frames, smaller = self.settings.frames, self.settings.frame_downscale
-        try:
-            return self.scene.path(frames).reduced(smaller) if frames else None
-        except UserError as error:
-            name = self.scene.name
-            raise UserError(f"no path can be made for the frames of {name}: {error}, or set frames to 0") from error
 
     def _rays(self, cameras: Cameras, view: Tensor, row: Tensor, column: Tensor) -> Rays:
         """Return rays through pixels in the coordinates that the network sees, float32."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from nonlinear_lowrank.validation import require
 
 from .mesh_files import import_trimesh, read_mesh, unit_of
-from .model import Field
+from .model import Field, values
 from .occupancy_grid import LatticePoints, check_grids, occupancy_grid
 from .problem import FieldMethod
 from .settings import Axis, OccupancySettings
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from trimesh.ray.ray_pyembree import RayMeshIntersector
 
 _HOLLOW = 0.05  # above what sampling explains
-_CHUNK = 1 << 15  # points that an evaluation takes at once
+_CHUNK = 1 << 15  # points of a grid that are made at once
 
 # of pictures
 _CLAY = np.array([0.80, 0.70, 0.60])
@@ -50,7 +50,6 @@ _CREASE = np.cos(np.radians(35))  # facets that turn further from their surround
 
 
 def prepare(settings: OccupancySettings) -> "OccupancyProblem":
-    """Read the mesh; raise UserError for no such mesh, an open one, or a grid that does not fit memory."""
     # All that the fit will hold at once, asked before anything is taken; log-odds are 4 bytes and copied once.
     check_grids(
         resolution=(settings.resolution, 5 if settings.surface_share else 1),
@@ -129,19 +128,19 @@ class OccupancyProblem:
         trimesh = import_trimesh()
         marching_cubes = require("fields", "skimage.measure").marching_cubes
         n, (low, high) = self.settings.mesh_resolution, self.mesh.bounds
-        values = np.zeros((n + 2, n + 2, n + 2), dtype=np.float32)
+        odds = np.zeros((n + 2, n + 2, n + 2), dtype=np.float32)
         axis = ((np.arange(n, dtype=np.float32) + 0.5) * (2 / n) - 1).astype(np.float32)
         step = max(1, _CHUNK // (n * n))
         for start in range(0, n, step):
             part = np.stack(np.meshgrid(axis[start : start + step], axis, axis, indexing="ij"), axis=-1)
-            values[1 + start : 1 + start + len(part), 1:-1, 1:-1] = log_odds(model, part)
+            odds[1 + start : 1 + start + len(part), 1:-1, 1:-1] = log_odds(model, part)
         # Outside mirrors the nearest point with the sign of outside: a surface there lies on the side of the box.
         for side in range(3):
-            rim = np.moveaxis(values, side, 0)
+            rim = np.moveaxis(odds, side, 0)
             rim[0], rim[-1] = -abs(rim[1]) - 1e-6, -abs(rim[-2]) - 1e-6
-        if not (values > 0).any():
+        if not (odds > 0).any():
             return None
-        points, faces, _, _ = marching_cubes(values, 0.0, gradient_direction="ascent")
+        points, faces, _, _ = marching_cubes(odds, 0.0, gradient_direction="ascent")
         places = (points.astype(np.float64) - 0.5) * (2 / n) - 1
         return trimesh.Trimesh(places * ((high - low) / 2) + (low + high) / 2, faces, process=False)
 
@@ -157,13 +156,9 @@ class OccupancyProblem:
         return [folder / "picture.png", folder / "mesh.ply"]
 
 
-@torch.no_grad()
 def log_odds(model: nn.Module, points: np.ndarray) -> np.ndarray:
     """The field at points (..., 3) of [-1, 1]^3: (...) float32."""
-    device = next(model.parameters()).device
-    flat = torch.from_numpy(points.reshape(-1, 3))
-    values = [model(part.to(device)).float().cpu().squeeze(-1) for part in flat.split(_CHUNK)]
-    return torch.cat(values).numpy().reshape(points.shape[:-1])
+    return values(model, torch.from_numpy(points.reshape(-1, 3))).numpy().reshape(points.shape[:-1])
 
 
 def _beside(pictures: list[np.ndarray], labels: tuple[str, ...]) -> Image.Image:

@@ -87,21 +87,16 @@ class FieldMethod:
 
     def linear(self, d_in: int, d_out: int, *, generator: torch.Generator) -> nn.Module:
         """A linear (..., d_in) -> (..., d_out), drawn from the generator; dense where factors are no smaller."""
-        if not self.factors(d_in, d_out):
-            return dense_linear(d_in, d_out, init=self.init, generator=generator)
-        layer = SineLowRankLinear(d_in, d_out, True, config=self.factors_config())
-        _draw(layer.sine_up, layer.sine_config.rank, self.init, generator)
-        _draw(layer.sine_down, d_in, self.init, generator)
+        layer: nn.Linear | SineLowRankLinear
+        if self.factors(d_in, d_out):
+            layer = SineLowRankLinear(d_in, d_out, config=self.factors_config())
+            _draw(layer.sine_up, layer.sine_config.rank, self.init, generator)
+            _draw(layer.sine_down, d_in, self.init, generator)
+        else:
+            layer = nn.Linear(d_in, d_out)
+            _draw(layer.weight, d_in, self.init, generator)
         _draw(layer.bias, d_in, "kaiming_sqrt5", generator)
         return layer
-
-
-def dense_linear(d_in: int, d_out: int, *, init: Init = "kaiming_sqrt5", generator: torch.Generator) -> nn.Linear:
-    """A dense linear drawn from the generator; with the default init as nn.Linear draws it."""
-    layer = nn.Linear(d_in, d_out)
-    _draw(layer.weight, d_in, init, generator)
-    _draw(layer.bias, d_in, "kaiming_sqrt5", generator)
-    return layer
 
 
 @torch.no_grad()

@@ -1,17 +1,8 @@
 """Cost of training a model on given GPUs: bytes, FLOPs, communication, hours. Only shapes are needed.
 
-Counted exactly, from the model's modules on the meta device and one traced pass (`cost`, `inspect`):
-
-| what                | how                                                                                       |
-|---------------------|-------------------------------------------------------------------------------------------|
-| parameters          | their bytes, in their own type; gradients the same for those that are trained             |
-| optimizer           | AdamW: two moments and a step number a tensor; Muon: one moment of its matrices           |
-| activations         | bytes saved for backward of 1 and of 2 sequences, and a straight line through them         |
-| FLOPs of training   | forward, as much for the gradient of what goes in, and again for that of trained weights; |
-|                     | attention's scores and values 3 times. Recomputing adds a forward pass                    |
-
-Estimated, each assumption in `ASSUMPTIONS`: what collectives move and how fast, the share of the peak rate that is
-reached, and what lies in memory beside the above.
+Parameters, gradients, the optimizer's state, activations and FLOPs are counted exactly, from the model's modules on the
+meta device and traced passes (`inspect`); the rest is estimated, each assumption in `ASSUMPTIONS`. docs/plan.md says
+how. Layouts are DDP, FSDP2 over all GPUs, and FSDP2 over groups of GPUs that hold copies of each other.
 """
 
 import json
@@ -184,7 +175,7 @@ class Layout:
 
 
 def arm_cost(model: nn.Module, name: str, sequence_length: int, *, bf16: bool = True, muon: bool = False) -> ArmCost:
-    """Count what a model costs, which is neither run nor changed; see this file's table and `PlanConfig`.
+    """Count what a model costs, which is neither run nor changed.
 
     Raises:
         UserError: no pass could be traced, so that nothing is known of the activations.

@@ -1,13 +1,6 @@
 """GPUs, by NVIDIA's data sheets (dense rates, without sparsity), and language models of known sizes.
 
-| name | architecture                | layers x width | tokens a sequence | sequences a step |
-|------|-----------------------------|----------------|-------------------|------------------|
-| 124m | GPT-2                       | 12 x 768       | 1,024             | 512              |
-| 350m | GPT-2 medium                | 24 x 1024      | 1,024             | 512              |
-| 1.3b | GPT-3 XL's shape as a Llama | 24 x 2048      | 2,048             | 512              |
-| 7b   | Llama 2 7B                  | 32 x 4096      | 4,096             | 1,024            |
-| 13b  | Llama 2 13B                 | 40 x 5120      | 4,096             | 1,024            |
-| 70b  | Llama 2 70B                 | 80 x 8192      | 4,096             | 4,096            |
+These are GPT-2 and its medium size, GPT-3 XL's shape as a Llama, and Llama 2's three.
 """
 
 from collections.abc import Callable
@@ -103,11 +96,7 @@ HARDWARE = {
 
 
 def find_hardware(name: str) -> Hardware:
-    """Return a GPU of the table by its name, however it is written.
-
-    Raises:
-        UserError: it is not in the table.
-    """
+    """Return a GPU of the table by its name, however it is written; UserError where it is not in it."""
     plain = name.lower().replace(" ", "").replace("-", "")
     if plain not in HARDWARE:
         raise UserError(f"unknown hardware {name!r}; there are {', '.join(HARDWARE)}")

@@ -1,11 +1,6 @@
 """The loop that fits fields: exact resume, finite losses, folders, schedules."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -87,30 +82,6 @@ def test_resumes_a_stopped_fit_bit_exactly(tmp_path, capsys, damaged):
     assert ("skipped" in capsys.readouterr().err) == damaged
     assert _bits(cut) == _bits(tmp_path / "whole")
     assert resumed.curve == whole.curve
-
-
-def test_resumes_bit_exactly_after_sigkill(tmp_path):
-    """SIGKILL at whatever moment, in a process of its own."""
-    config = replace(SHORT, steps=1200, save_every=100, eval_every=600)
-    code = (
-        "import numpy as np\n"
-        "from nlr_lab.fields.fit import FitConfig, FieldMethod, fit\n"
-        "from nlr_lab.fields.image import FieldConfig, ImageProblem\n"
-        "pixels = np.random.default_rng(0).random((9, 8, 3))\n"
-        "problem = ImageProblem(pixels, points=20, field=FieldConfig(in_features=2, out_features=3, width=16))\n"
-        f"fit(problem, {SINE!r}, {config!r}, {str(tmp_path / 'cut')!r}, quiet=True)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"})
-    checkpoints = tmp_path / "cut" / "checkpoints"
-    deadline = time.monotonic() + 120
-    while not list(checkpoints.glob("step-*")) and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "cut" / "result.json").exists()
-    _fit(tmp_path / "cut", config=config, resume=True)
-    _fit(tmp_path / "whole", config=config)
-    assert _bits(tmp_path / "cut") == _bits(tmp_path / "whole")
 
 
 def _infinite_slope(model, loss):
