@@ -67,10 +67,6 @@ class Cameras:
         height, width = self.height // factor, self.width // factor
         return replace(self, intrinsics=self.intrinsics / factor, height=height, width=width)
 
-    def along(self, poses: np.ndarray) -> "Cameras":
-        """Cameras like the first one at other poses (M, 3, 4)."""
-        return replace(self, poses=poses, intrinsics=np.repeat(self.intrinsics[:1], len(poses), 0))
-
 
 def look_at(position: np.ndarray, target: np.ndarray, up: np.ndarray) -> np.ndarray:
     """The pose (3, 4) of a camera at a position that looks at a target."""

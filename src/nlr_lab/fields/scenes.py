@@ -93,7 +93,8 @@ class Scene:
     def path(self, frames: int) -> Cameras:
         """Cameras on a closed path: a spiral for a scene taken from one side, a circle around an object."""
         poses = self.cameras.poses
-        return self.cameras.along(circle(poses, frames) if self.focus is None else spiral(poses, self.focus, frames))
+        poses = circle(poses, frames) if self.focus is None else spiral(poses, self.focus, frames)
+        return replace(self.cameras, poses=poses, intrinsics=np.repeat(self.cameras.intrinsics[:1], frames, 0))
 
 
 def read_scene(

@@ -45,15 +45,6 @@ def test_draws_a_linear_from_its_generator_within_kaimings_bounds(kind, init):
         assert 0.7 * bound < value.abs().max() <= bound
 
 
-def test_linear_computes_what_its_kind_says():
-    x = torch.randn(7, 20, dtype=torch.float64)
-    sine = FieldMethod(kind="sine", rank=2, omega=30.0).linear(20, 24, generator=_generator(1)).double()
-    weight = torch.sin(30.0 * sine.sine_up @ sine.sine_down) / math.sqrt(20)
-    torch.testing.assert_close(sine(x), x @ weight.T + sine.bias, rtol=1e-10, atol=1e-12)
-    low = FieldMethod(kind="low-rank", rank=2).linear(20, 24, generator=_generator(1)).double()
-    torch.testing.assert_close(low(x), x @ (low.sine_up @ low.sine_down).T + low.bias, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("text", "nerf", "occupancy"),
     [("sine:rank=5", 800, 50), ("sine:rank=5,omega=7", 7, 7), ("sine:rank=5,omega=nerf", 800, 800),
