@@ -1,6 +1,8 @@
 """The documents do what they say: snippets run, commands parse, files and links exist, figures agree."""
 
+import itertools
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,32 +39,18 @@ def test_python_snippets_run_from_top_to_bottom(page, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_links_and_pictures_exist(page):
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), target
-
-
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_files_named_in_the_text_exist(page):
-    named = re.findall(r"\b(?:tests|docs|studies|benchmarks|tools|src)/[\w./-]+\.\w+", page.read_text(encoding="utf-8"))
-    assert [path for path in named if not (ROOT / path).exists()] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_commands_and_recipes_named_in_the_text_exist(page):
+def test_what_pages_name_exists_and_they_are_ascii(page):
     text = page.read_text(encoding="utf-8")
-    for command in re.findall(r"(?:^|`|^\| `)nlr ([a-z]+)", text, re.MULTILINE):
-        assert command in COMMANDS, command
-    for recipe in re.findall(r"\bllm-(?!adapters)[a-z]+\b", text):  # that is the name of a prompt
-        assert recipe in RECIPES, recipe
+    assert text.isascii()
+    links = [page.parent / link for link in re.findall(r"\]\(([^)#]+)\)", text) if not link.startswith("http")]
+    files = re.findall(r"\b(?:tests|docs|studies|benchmarks|tools|src)/[\w./-]+\.\w+", text)
+    assert [path for path in (*links, *map(ROOT.joinpath, files)) if not path.exists()] == []
+    commands = re.findall(r"(?:^|`|^\| `)nlr ([a-z]+)", text, re.MULTILINE)
+    recipes = re.findall(r"\bllm-(?!adapters)[a-z]+\b", text)  # that is the name of a prompt
+    assert {*commands} <= {*COMMANDS}
+    assert {*recipes} <= {*RECIPES}
     for target in re.findall(r"\bmake ([a-z-]+)\b`", text):
         assert f"\n{target}:" in (ROOT / "Makefile").read_text()
-
-
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_pages_are_ascii(page):
-    assert page.read_text(encoding="utf-8").isascii()
 
 
 def test_every_command_is_in_the_readme():
@@ -71,14 +59,10 @@ def test_every_command_is_in_the_readme():
 
 
 def test_the_lock_pins_every_dependency_of_the_project():
-    import tomllib
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = {
-        re.split(r"[<>=\[ ]", line)[0].lower()
-        for line in [*project["dependencies"], *(line for lines in extras.values() for line in lines)]
-    }
+    lines = [*project["dependencies"], *itertools.chain(*extras.values())]
+    wanted = {re.split(r"[<>=\[ ]", line)[0].lower() for line in lines}
     wanted.discard(project["name"])  # extras may name other extras
     locks = ROOT.glob("requirements*.lock")
     pinned = {}
