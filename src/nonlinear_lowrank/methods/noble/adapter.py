@@ -89,11 +89,11 @@ class NobleAdapterLinear(WeightLayer):
     """A frozen linear (nn.Linear, Conv1D, quantized ones) with NOBLE branches: (..., d_in) -> (..., d_out)."""
 
     adapter_layer_names = ("nlr_noble_down", "nlr_noble_up", "nlr_noble_mix", "nlr_noble_frequency", "nlr_noble_phase")
-    nlr_noble_down: nn.ModuleDict
-    nlr_noble_up: nn.ModuleDict
-    nlr_noble_mix: nn.ModuleDict
-    nlr_noble_frequency: nn.ModuleDict
-    nlr_noble_phase: nn.ModuleDict
+    nlr_noble_down: Any
+    nlr_noble_up: Any
+    nlr_noble_mix: Any
+    nlr_noble_frequency: Any
+    nlr_noble_phase: Any
 
     def add_parameters(self, name: str, config: NobleAdapterConfig) -> None:
         """Add the tensors of this file's table, undrawn."""

@@ -304,7 +304,7 @@ class NoraActivation(AdapterLayer):
         fit = fit_rational("gelu", form=settings.form, degrees=settings.degrees, fit_range=settings.fit_range)
         return _row(fit.numerator), _row(fit.denominator)
 
-    def _dict(self, side: str, factor: str = "") -> nn.ModuleDict:
+    def _dict(self, side: str, factor: str = "") -> Any:
         return getattr(self, f"nlr_nora_{side}{factor}")
 
     def _first(self, name: str, side: str) -> int:
@@ -472,8 +472,8 @@ class _LoraLayer(WeightLayer):
     """The factors that both layers on linears have."""
 
     adapter_layer_names = ("nlr_nora_lora_down", "nlr_nora_lora_up")
-    nlr_nora_lora_down: nn.ModuleDict
-    nlr_nora_lora_up: nn.ModuleDict
+    nlr_nora_lora_down: Any
+    nlr_nora_lora_up: Any
 
     def add_parameters(self, name: str, config: NoraConfig) -> None:
         """Add the tensors of this file's table, undrawn."""

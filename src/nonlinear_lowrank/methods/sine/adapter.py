@@ -85,9 +85,9 @@ class _SineLayer(WeightLayer):
     """Parameters of linears, convolutions and embeddings alike."""
 
     adapter_layer_names = ("nlr_sine_lora_down", "nlr_sine_lora_up", "nlr_sine_lora_magnitude")
-    nlr_sine_lora_down: nn.ModuleDict
-    nlr_sine_lora_up: nn.ModuleDict
-    nlr_sine_lora_magnitude: nn.ModuleDict
+    nlr_sine_lora_down: Any
+    nlr_sine_lora_up: Any
+    nlr_sine_lora_magnitude: Any
 
     def add_parameters(self, name: str, config: SineLoraConfig) -> None:
         """Add the tensors of this file's table, undrawn."""
