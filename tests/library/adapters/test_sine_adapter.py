@@ -372,7 +372,7 @@ def test_modules_that_cannot_be_adapted_are_refused_before_any_change():
 def test_learning_rate_roles():
     model = get_peft_model(model_helpers.llama(), SineLoraConfig(r=4, use_dora=True, target_modules=["q_proj"]))
     groups = nlr.param_groups(model, lr=1e-3, weight_decay=0.1, verbose=False)
-    decays = {name.split(".")[-2]: group["weight_decay"] for group in groups for name, _ in group["params"]}
+    decays = {name.split(".")[-3]: group["weight_decay"] for group in groups for name, _ in group["params"]}
     assert decays == {"nlr_sine_lora_up": 0.1, "nlr_sine_lora_down": 0.1, "nlr_sine_lora_magnitude": 0.0}
     assert {group["lr"] for group in groups} == {1e-3}
 
