@@ -168,6 +168,17 @@ def pixels(count: int, cameras: Cameras) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
+def test_ray_projects_back_onto_its_pixels_centre():
+    cameras = some_cameras(5)
+    views, rows, columns = pixels(200, cameras)
+    rays = pixel_rays(cameras, views, rows, columns)
+    points = (rays.origins + (torch.rand(200, 1).double() * 9 + 0.1) * rays.directions).numpy()
+    poses, (fx, fy, cx, cy) = cameras.poses[views], cameras.intrinsics[views].T
+    x, y, z = np.einsum("rij,ri->jr", poses[:, :, :3], points - poses[:, :, 3])
+    np.testing.assert_allclose(cx + fx * x / -z, columns + 0.5, atol=1e-9)
+    np.testing.assert_allclose(cy - fy * y / -z, rows + 0.5, atol=1e-9)
+
+
 def test_device_coordinates_are_the_projection_of_the_points_they_stand_for():
     """t' = 1 - o_z / (o_z + t d_z), and the projection (-a x/z, -b y/z, 1 + 2 n/z), both of appendix C, in float64."""
     cameras = some_cameras(4, forward=True)
