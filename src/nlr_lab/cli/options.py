@@ -136,7 +136,7 @@ def _option(name: str) -> str:
 
 
 def _reason(event: refusals.ParseErrorEvent, known: Sequence[str]) -> str:
-    """Why tyro refuses the arguments."""
+    """Error of arguments that tyro refuses."""
     if isinstance(event, refusals.UnrecognizedArgs):
         options = [_option(name) for leaf in known for name in (leaf, leaf.rpartition(".")[2])]
         near = difflib.get_close_matches(event.tokens[0].partition("=")[0], options, n=1)

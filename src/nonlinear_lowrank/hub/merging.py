@@ -50,7 +50,7 @@ class MergeReport:
     scale: float
     """Largest absolute output."""
     text: str
-    """What was merged, measured and written, a line each."""
+    """Report of the merge: what was merged, measured and written, a line each."""
 
     def __str__(self) -> str:
         return self.text

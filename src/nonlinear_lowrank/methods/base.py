@@ -58,9 +58,9 @@ class Target:
     device: torch.device | None = None
     """Module path of the new layer; None: the default."""
     skipped: str = ""
-    """Why it is skipped unless the user names it; empty: it is replaced."""
+    """Reason for which it is skipped unless the user names it; empty: it is replaced."""
     refused: str = ""
-    """Why it cannot be replaced, with the fix: an error when it is chosen."""
+    """Reason for which it cannot be replaced, with the fix: an error when it is chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What operators share: the choice of how they run (kernels or PyTorch, one op or many), and custom ops.
+"""Shared by operators: the choice of how they run (kernels or PyTorch, one op or many), and custom ops.
 
 Kernels, a method's `kernel.py`, run on NVIDIA GPUs of compute capability 8.0 or newer where triton can be imported
 (torch's CUDA builds bring it). Everywhere else, and inside `use_kernels(False)`, the operators are PyTorch. The choice

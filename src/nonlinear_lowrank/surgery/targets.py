@@ -256,7 +256,7 @@ _CALLED = re.compile(r"\.(\w+)\b(?!\.(?:weight|bias)\b)")
 
 
 class Bypass(NamedTuple):
-    """Why a layer in a module's place would not act."""
+    """Reason for which a layer in a module's place would not act."""
 
     why: str
     refused: bool

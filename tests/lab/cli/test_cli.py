@@ -140,13 +140,13 @@ class Optimization:
     lr: float = 1e-3
     """Peak learning rate."""
     seed: int = 0
-    """Of the batches."""
+    """Seed of the batches."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """Which."""
     betas: tuple[float, float] = (0.9, 0.98)
     """AdamW's."""
     compile: bool = True
-    """Whether to compile."""
+    """Compile the model."""
     threads: int | None = None
     """CPU threads."""
 
@@ -158,9 +158,9 @@ class Optimization:
 @dataclass(frozen=True, kw_only=True)
 class Words:
     source: str = "stdlib"
-    """Where from."""
+    """Source of the text."""
     seed: int = 0
-    """Of the split."""
+    """Seed of the split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ class Job:
 @dataclass(frozen=True, kw_only=True)
 class Options:
     out: str = "runs/x"
-    """Where to."""
+    """Output folder."""
     task: Job = field(default_factory=Job)
     """The task."""
     train: Optimization = field(default_factory=Optimization)

@@ -1,4 +1,4 @@
-"""What the scripts under studies/ share: their options, their folders, smoke runs and errors; and that all start."""
+"""The scripts under studies/: their options, their folders, smoke runs and errors; and that all start."""
 
 import json
 import re

@@ -27,7 +27,7 @@ ARMS = (Arm(), Arm.parse("noble:rank=4"))
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    """Of real text, which a worker can prepare for itself."""
+    """A recipe of real text, which a worker can prepare for itself."""
     return tiny_recipe(tmp_path_factory.mktemp("text"), steps=6, warmup_steps=1, eval_every=3, save_every=2)
 
 

@@ -178,7 +178,7 @@ def sampled(mesh, resolution, off_lattice):
 
 @pytest.mark.parametrize("off_lattice", [False, True], ids=["lattice", "off-lattice"])
 def test_inside_is_where_the_formula_says(off_lattice):
-    """Of a torus turned, scaled and moved at random."""
+    """A torus, turned, scaled and moved at random."""
     turn, scale = Rotation.random(random_state=int(torch.randint(2**31, ()))), 10 ** float(torch.rand(()) * 4 - 2)
     mesh, shift = (
         trimesh.creation.torus(2.0, 0.7, major_sections=256, minor_sections=128),

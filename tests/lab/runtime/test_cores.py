@@ -97,7 +97,7 @@ def test_threads_give_way_in_a_run_and_come_back_with_the_next(cores):
 
 
 def command_in(folder, busy, **own):
-    """What the command sets before torch is imported, on two cores of which so many are busy."""
+    """Settings of the command before torch is imported, on two cores of which so many are busy."""
     code = f"""
 import os, sys
 from nlr_lab.runtime import processes as cores

@@ -28,7 +28,7 @@ def make_examples(count=40, length=24, vocabulary=60):
 
 
 def bounds(row):
-    """Where the examples of a row begin and end."""
+    """Places where the examples of a row begin and end."""
     return itertools.pairwise([*np.flatnonzero(row["position_ids"].numpy() == 0), len(row["position_ids"])])
 
 

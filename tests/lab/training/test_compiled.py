@@ -67,7 +67,7 @@ def test_one_graph_for_all_lengths(name, settings, backend):
 
 
 class Logits(nn.Module):
-    """What is exported: ids to logits."""
+    """The exported function: ids to logits."""
 
     def __init__(self, model):
         super().__init__()

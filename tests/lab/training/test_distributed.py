@@ -82,7 +82,7 @@ def result(root, mode, name):
 
 
 def groups(root, mode, name):
-    """What the optimizer trained, and at which learning rate and decay."""
+    """Tensors that the optimizer trained, with their learning rate and decay."""
     state = json.loads((root / mode / name / "checkpoints" / "step-000006" / "state.json").read_text())
     return [(each["initial_lr"], each["weight_decay"], sorted(each["params"])) for each in state["groups"]]
 

@@ -193,7 +193,7 @@ def test_patterns_set_rank_and_omega_by_module():
 
 
 def test_the_gradient_at_the_zero_start_is_omega_over_root_d_in_times_loras():
-    """Why the learning rates of the two differ."""
+    """The reason for which the learning rates of the two differ."""
     module = nn.Linear(64, 48).double()
     x, dy = torch.randn(20, 64).double(), torch.randn(20, 48).double()
     lora = get_peft_model(One(copy.deepcopy(module)), LoraConfig(r=4, lora_alpha=4, target_modules=["target"]))

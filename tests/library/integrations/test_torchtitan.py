@@ -395,7 +395,7 @@ def test_a_job_is_augmented_once():
 
 
 def _optimizer(groups, **kwargs):
-    """Of groups {pattern: name}."""
+    """Return the config of optimizers by groups {pattern: name}."""
     kinds = [{"pattern": pattern, "optimizer_name": name} for pattern, name in groups.items()]
     return OptimizersContainer.Config(
         param_groups=[ParamGroupConfig(**each, optimizer_kwargs=kwargs) for each in kinds]

@@ -1,4 +1,4 @@
-"""What holds for every layer: changes in place, meta, copies, types, compile, selective activation checkpointing."""
+"""Properties of every layer: changes in place, meta, copies, types, compile, selective activation checkpointing."""
 
 import copy
 import functools

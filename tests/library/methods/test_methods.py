@@ -1,4 +1,4 @@
-"""What every method refuses before it changes anything, its roles, what it goes together with, and its arms."""
+"""Refusals of every method before it changes anything, its roles, what it goes together with, and its arms."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What holds for every operator (`op_helpers.ROWS`): formula, gradients, saved activations, compile, autocast."""
+"""Properties of every operator (`op_helpers.ROWS`): formula, gradients, saved activations, compile, autocast."""
 
 import pytest
 import torch

@@ -50,7 +50,7 @@ REFUSALS = {
     ("rwkv", "rational"): "a function cannot be swapped",
     ("mamba", "rational"): "is bypassed",
 }
-"""Why one of these methods has no place in a family."""
+"""Reason for which one of these methods has no place in a family."""
 every_family = pytest.mark.parametrize("name", TAKEN)
 
 

@@ -161,7 +161,7 @@ def test_branches_that_get_no_gradient_are_warned_of_at_the_first_step():
 
 @every_method
 def test_encoder_layers_of_torch_are_refused_with_the_fix(config):
-    """What acts in them is in test_user_models."""
+    """The layers that act in them are in test_user_models."""
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
     with pytest.raises(UserError, match=r"nothing to swap .*set activation_relu_or_gelu = 0 on that layer"):
         nlr.augment(encoder, config, verbose=False)

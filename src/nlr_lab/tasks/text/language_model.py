@@ -54,11 +54,11 @@ class Backbone:
     """Dropout on the attention weights, the only one these backbones have (OPT: also on what each block adds)."""
 
     model_class: ClassVar[str]
-    """Of transformers."""
+    """Name of the class in transformers."""
     tokens: ClassVar[tuple[str, ...]] = ("eos_token_id",)
     """Special tokens of the tokenizer that the config has."""
     _head_step: ClassVar[int] = 2
-    """What a head's width is a multiple of."""
+    """Divisor of a head's width."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "hidden"):

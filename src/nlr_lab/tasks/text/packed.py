@@ -100,7 +100,7 @@ class MaskedBlocks(Examples):
     vocab_size: int
     """V: random tokens are drawn from 0 to V - 1."""
     seed: int | None
-    """Of training's draws, an index beyond the sequences being a later pass; None: one draw for ever."""
+    """Seed of training's draws, an index beyond the sequences being a later pass; None: one draw for all passes."""
 
     def seeded(self, seed: int) -> "MaskedBlocks":
         """Return the same sequences with the draws of a run."""
@@ -234,7 +234,7 @@ class _Split(NamedTuple):
     """Choice of the documents that are held out: of pieces of `divide` characters, where the source is one document."""
 
     documents: int
-    """Of the source."""
+    """Number of documents in the source."""
     held_out: frozenset[int]
     """Hashes."""
     divide: int | None = None

@@ -68,9 +68,9 @@ class Site:
     neighbour: nn.Module | None
     """A module with a weight, whose device is the activation's."""
     bypassed: str = ""
-    """Why swapping would do nothing, with the fix; empty: it is used."""
+    """Reason for which swapping would do nothing, with the fix; empty: it is used."""
     skipped: str = ""
-    """Why it is skipped unless it is asked for by name: "pooler" or "head"."""
+    """Reason for which it is skipped unless it is asked for by name: "pooler" or "head"."""
 
 
 @dataclass
