@@ -90,7 +90,10 @@ class Row:
     def config(self, *, second: bool = False, **overrides: Any) -> Any:
         """The adapter's config; its init changes the outputs from the start, unless init_weights=True is given."""
         options = {"init_weights": False, "task_type": FAMILIES[self.family].task_type, **self.options}
-        return getattr(nlr, self.config_class)(**{**options, **(self.second if second else {}), **overrides})
+        options = {**options, **(self.second if second else {}), **overrides}
+        if self.config_class == "SineLoraConfig":  # which has peft's name of the field
+            options["init_lora_weights"] = options.pop("init_weights")
+        return getattr(nlr, self.config_class)(**options)
 
 
 def _noble(name: str, family: str, options: dict[str, Any], second: dict[str, Any]) -> Row:

@@ -110,8 +110,8 @@ def test_sine_weights_become_linears(dtype, slack):
 @pytest.mark.parametrize(
     "config",
     [
-        nlr.SineLoraConfig(r=2, target_modules="all-linear", init_weights=False),
-        nlr.SineLoraConfig(r=2, target_modules="all-linear", init_weights=False, use_dora=True),
+        nlr.SineLoraConfig(r=2, target_modules="all-linear", init_lora_weights=False),
+        nlr.SineLoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, use_dora=True),
         nlr.NoraConfig(groups=4, lora_r=2, init_weights=False),
         nlr.NobleAdapterConfig(r=2, target_modules="all-linear", init_weights=False),
     ],

@@ -38,10 +38,7 @@ _LARGEST_GUESS = 2**26  # entries: beyond, a bisection would take minutes a shap
 _UP, _DOWN = "sine_up", "sine_down"
 _TRANSPOSED = {"gpt2", "openai-gpt", "imagegpt"}  # their linears are Conv1D: (n, m)
 _TABLES = re.compile(r"(embed|wte|wpe|lm_head|word_embeddings|position)")  # one row a token: never factored
-_FACTORS = {  # by peft's type: how the names of a down and an up factor end
-    "LORA": ((".lora_A.weight", ".lora_B.weight"), (".lora_embedding_A", ".lora_embedding_B")),
-    "NLR_SINE_LORA": ((".nlr_sine_lora_down.weight", ".nlr_sine_lora_up.weight"),),
-}
+_FACTORS = ((".lora_A.weight", ".lora_B.weight"), (".lora_embedding_A", ".lora_embedding_B"))  # ends of peft's names
 _BRANCHES = re.compile(r"(^|\.)(noble|nlr|lora|query)_\w+$")
 
 
@@ -350,17 +347,16 @@ def _deltas(path: Path, tensors: _Tensors) -> _Matrices:
     except (KeyError, ValueError, TypeError, OSError) as error:
         raise UserError(f"{path / ADAPTER_CONFIG} describes no adapter known here: {one_line(error)[:200]}") from error
     kind = getattr(config.peft_type, "value", str(config.peft_type))
-    for ends in _FACTORS.get(kind, ()):
+    for ends in _FACTORS if kind in ("LORA", "NLR_SINE_LORA") else ():
         for name, up, down, shape, rank in tensors.pairs(*ends):
             layer = name.removeprefix("base_model.model.")
             about, made = {"name": layer, "shape": shape, "rank": rank}, partial(_made, tensors.get, up, down)
+            patterns: dict[str, float] = config.alpha_pattern or {}
+            alpha: float = patterns.get(get_pattern_key(list(patterns), layer), config.lora_alpha)
+            scale = alpha / rank ** (0.5 if config.use_rslora else 1)
             if kind == "LORA":
-                patterns: dict[str, float] = config.alpha_pattern or {}
-                alpha: float = patterns.get(get_pattern_key(list(patterns), layer), config.lora_alpha)
-                scale = alpha / rank ** (0.5 if config.use_rslora else 1)
                 yield {**about, "kind": "LoRA"}, partial(made, "identity", scale, 1.0)
-            else:
-                own = config.resolve(layer)
-                gain = shape[1] ** 0.5 if own.gain is None else own.gain
-                gain /= 1.0 if own.lora_alpha is None else own.lora_alpha / own.r
-                yield {**about, "kind": "sine-LoRA", "omega": own.omega}, partial(made, "sine", own.omega, gain)
+                continue
+            own, width = config.resolve(layer), shape[0] if "embedding" in ends[0] else shape[1]
+            gain = (width**0.5 if own.gain is None else own.gain) / scale
+            yield {**about, "kind": "sine-LoRA", "omega": own.omega}, partial(made, "sine", own.omega, gain)

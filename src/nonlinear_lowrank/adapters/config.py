@@ -1,7 +1,8 @@
 """Fields that every fine-tuning method's config has, and their checks."""
 
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -14,18 +15,67 @@ BASE_ROWS = "__base__"
 """Name, in `adapter_names`, for rows that no adapter touches."""
 
 
-@dataclass
-class AdapterConfig(PeftConfig):
-    """Fields with peft's names and meanings, so that a user changes one class and no argument.
-
-    Raises:
-        UserError: a value is out of range; the message names the field and what it may be.
-    """
+class NamedConfig:
+    """What a config of this library has beside peft's: its own `PeftType`, and a README that says how to load it."""
 
     type_name: ClassVar[str]
     """Name of the method's `PeftType` member."""
     patterns: ClassVar[Mapping[str, str]] = {}
     """Fields whose value may differ by module -> the field with {name or regular expression: value}."""
+
+    def check_fields(self) -> None:
+        """Check the fields that every method's config has, and what `patterns` names; listed names become sets."""
+        config: Any = self
+        config.peft_type = PeftType(self.type_name)
+        for name in ("target_modules", "exclude_modules"):
+            value = getattr(config, name)
+            listed = isinstance(value, list | tuple | set)
+            if not (all(isinstance(each, str) for each in value) if listed else isinstance(value, str | None)):
+                raise UserError(f"{name} must be names or one regular expression, got {value!r}")
+            if listed:
+                setattr(config, name, set(value))
+        if config.bias not in ("none", "all", "adapter_only", "lora_only"):
+            raise UserError(f"bias must be 'none', 'all' or 'adapter_only', got {config.bias!r}")
+        if isinstance(config.target_modules, str) and config.layers_to_transform is not None:
+            raise UserError("layers_to_transform needs target_modules as a list of names, not a regular expression")
+        if config.layers_pattern and config.layers_to_transform is None:
+            raise UserError("layers_pattern says where layers_to_transform counts; give layers_to_transform too")
+        for name, pattern in self.patterns.items():
+            if not isinstance(values := getattr(config, pattern), dict):
+                raise UserError(f"{pattern} must be names with values, got {values!r}")
+            self.check_value(name, getattr(config, name), name)
+            for key, value in values.items():
+                self.check_value(name, value, f"{pattern}[{key!r}]")
+
+    def check_value(self, name: str, value: Any, where: str) -> None:
+        """Raise UserError if a field of `patterns` cannot have the value; `where` is how the message calls it."""
+
+    def resolve(self, module_name: str) -> Self:
+        """Return this config with the values that its patterns give a module, by its dotted name."""
+        resolved = copy.copy(self)
+        for name, pattern in self.patterns.items():
+            entries = getattr(self, pattern)
+            setattr(resolved, name, entries.get(get_pattern_key(entries.keys(), module_name), getattr(self, name)))
+        return resolved
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Save as peft does, and add the import line that a reader of the folder needs to its README."""
+        super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]
+        readme = Path(save_directory) / "README.md"
+        text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+        why = f"registers {self.type_name} with peft; without it loading fails with KeyError: '{self.type_name}'"
+        block = f"## Loading\n\n```python\nimport nonlinear_lowrank  # {why}\n```\n"
+        if why not in text:
+            readme.write_text(f"{text.rstrip()}\n\n{block}".lstrip(), encoding="utf-8")
+
+
+@dataclass
+class AdapterConfig(NamedConfig, PeftConfig):
+    """Fields with peft's names and meanings, so that a user changes one class and no argument.
+
+    Raises:
+        UserError: a value is out of range; the message names the field and what it may be.
+    """
 
     target_modules: list[str] | str | None = None
     """Names of the modules to adapt (ends of dotted names), a regular expression for whole names, or "all-linear"
@@ -46,44 +96,4 @@ class AdapterConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.peft_type = PeftType(self.type_name)
-        for name in ("target_modules", "exclude_modules"):
-            value = getattr(self, name)
-            listed = isinstance(value, list | tuple | set)
-            if not (all(isinstance(each, str) for each in value) if listed else isinstance(value, str | None)):
-                raise UserError(f"{name} must be names or one regular expression, got {value!r}")
-            if listed:
-                setattr(self, name, set(value))
-        if self.bias not in ("none", "all", "adapter_only", "lora_only"):
-            raise UserError(f"bias must be 'none', 'all' or 'adapter_only', got {self.bias!r}")
-        if isinstance(self.target_modules, str) and self.layers_to_transform is not None:
-            raise UserError("layers_to_transform needs target_modules as a list of names, not a regular expression")
-        if self.layers_pattern and self.layers_to_transform is None:
-            raise UserError("layers_pattern says where layers_to_transform counts; give layers_to_transform too")
-        for name, pattern in self.patterns.items():
-            if not isinstance(values := getattr(self, pattern), dict):
-                raise UserError(f"{pattern} must be names with values, got {values!r}")
-            self.check_value(name, getattr(self, name), name)
-            for key, value in values.items():
-                self.check_value(name, value, f"{pattern}[{key!r}]")
-
-    def check_value(self, name: str, value: Any, where: str) -> None:
-        """Raise UserError if a field of `patterns` cannot have the value; `where` is how the message calls it."""
-
-    def resolve(self, module_name: str) -> Self:
-        """Return this config with the values that its patterns give a module, by its dotted name."""
-        values = {}
-        for name, pattern in self.patterns.items():
-            entries = getattr(self, pattern)
-            values[name] = entries.get(get_pattern_key(entries.keys(), module_name), getattr(self, name))
-        return replace(self, **values)
-
-    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Save as peft does, and add the import line that a reader of the folder needs to its README."""
-        super().save_pretrained(save_directory, **kwargs)
-        readme = Path(save_directory) / "README.md"
-        text = readme.read_text(encoding="utf-8") if readme.exists() else ""
-        why = f"registers {self.type_name} with peft; without it loading fails with KeyError: '{self.type_name}'"
-        block = f"## Loading\n\n```python\nimport nonlinear_lowrank  # {why}\n```\n"
-        if why not in text:
-            readme.write_text(f"{text.rstrip()}\n\n{block}".lstrip(), encoding="utf-8")
+        self.check_fields()

@@ -7,6 +7,7 @@ from typing import Any
 import peft
 import torch
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from peft.utils.other import transpose
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -14,7 +15,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import check_new_or_empty, staged_output
 from nonlinear_lowrank.validation import one_line
 
-from .weights import AdapterLayer
+from .lora import SineLayer
 
 
 @torch.no_grad()
@@ -45,8 +46,8 @@ def convert_to_lora(
         UserError: there is no such adapter, a rank is out of range, some adapted module is not a linear, or the folder
             is not empty.
     """
-    ours = {name: each for name, each in model.named_modules() if isinstance(each, AdapterLayer)}
-    layers = {name: each for name, each in ours.items() if adapter_name in each.configs}
+    ours = {name: each for name, each in model.named_modules() if isinstance(each, SineLayer)}
+    layers = {name: each for name, each in ours.items() if each.present([adapter_name])}
     if not layers:
         raise UserError(f"the model has no adapter {adapter_name!r} of this library to convert")
     if isinstance(rank, bool) or rank <= 0 or (isinstance(rank, float) and rank > 1):
@@ -58,13 +59,13 @@ def convert_to_lora(
         config, tensors = peft.convert_to_lora(model, rank, adapter_name)
     except (ValueError, TypeError) as reason:  # peft's, of ranks and of layers that are no linear
         raise UserError(one_line(reason)) from reason
-    config.fan_in_fan_out = all(getattr(layer, "transposed", False) for layer in layers.values())
+    config.fan_in_fan_out = all(layer.transposed for layer in layers.values())
     errors, norms = 0.0, 0.0
     for name, layer in layers.items():
         if f"{name}.lora_A.weight" not in tensors:
             continue
-        a, b, matrix = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"], layer.matrix
-        delta = matrix.of(layer.get_delta_weight(adapter_name))  # type: ignore[operator,union-attr]
+        a, b = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
+        delta = transpose(layer.get_delta_weight(adapter_name), layer.transposed)
         error, norm = (b @ a - delta).norm().item(), delta.norm().item()
         errors, norms = errors + error**2, norms + norm**2
         report(f"{name}: rank {len(a)}, relative error {error / norm if norm else 0.0:.4f}")

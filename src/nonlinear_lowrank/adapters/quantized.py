@@ -56,14 +56,16 @@ class Kept:
         UserError: the format cannot be dequantized or quantized again.
     """
 
-    def __init__(self, base: nn.Module, backend: QuantizationBackend | None, copy_plain: bool = True) -> None:
+    def __init__(
+        self, base: nn.Module, backend: QuantizationBackend | None, copy_plain: bool = True, name: str = "weight"
+    ) -> None:
         self._kind = backend.backend_name if backend else "plain"
         if backend is not None and (self._kind not in _KINDS or not backend.supports_merge):
             raise UserError(
                 f"adapters cannot be merged into {self._kind or type(base).__name__} weights; load them wide"
             )
-        self._backend = backend
-        weight: Any = base.weight
+        self._backend, self._name = backend, name
+        weight: Any = getattr(base, name)
         self._device = weight.device
         if self._kind == "bnb 4bit":
             self._state = copy.deepcopy(weight.quant_state)
@@ -99,7 +101,7 @@ class Kept:
 
     def restore(self, base: nn.Module) -> None:
         """Put the weight back, every bit of it."""
-        old: Any = base.weight
+        old: Any = getattr(base, self._name)
         if self._kind == "bnb 4bit":
             state = copy.deepcopy(self._state)
             state.to(old.device)
@@ -125,7 +127,7 @@ class Kept:
         elif self._backend is not None:
             self._backend.set_base_weight(layer, weight)
         else:
-            base.weight.data.copy_(weight)
+            getattr(base, self._name).data.copy_(weight)
 
 
 _KINDS = ("bnb 4bit", "bnb 8bit", "torchao")

@@ -18,17 +18,17 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
 from nonlinear_lowrank.surgery.targets import bypassed_linears, unreached_experts
 
-from .config import BASE_ROWS, AdapterConfig
-from .weights import AdapterLayer, WeightLayer
+from .config import BASE_ROWS, AdapterConfig, NamedConfig
+from .weights import AdapterLayer, TensorLayer
 
-Tuner = TypeVar("Tuner", bound="type[AdapterModel]")
+Tuner = TypeVar("Tuner", bound="type[CheckedTuner]")
 
 
 class NoTargetError(UserError, NoMatchingPeftModuleError):
     """Error of a model without a module to adapt; peft's own class too."""
 
 
-def register_adapter(config_class: type[AdapterConfig]) -> Callable[[Tuner], Tuner]:
+def register_adapter(config_class: type[NamedConfig]) -> Callable[[Tuner], Tuner]:
     """Add a method to peft; a decorator of its tuner."""
 
     def register(tuner: Tuner) -> Tuner:
@@ -45,34 +45,22 @@ def register_adapter(config_class: type[AdapterConfig]) -> Callable[[Tuner], Tun
     return register
 
 
-class AdapterModel(BaseTuner):
-    """peft's tuner for one of our methods.
+class CheckedTuner(BaseTuner):
+    """Checks of all methods before a model is changed, their merging and batches that mix adapters.
 
-    Subclasses give `prefix` and `layer_classes`, and may narrow `check_target`. A method that wraps other modules
-    than those with one matrix overrides `targets` and `new_layer` instead.
+    Beside a tuner of peft's among the bases, or with `AdapterModel`'s own way to put layers in.
     """
 
     prefix: str
-    tuner_layer_cls = AdapterLayer
     target_module_mapping: Any = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-    layer_classes: ClassVar[Mapping[str, type[WeightLayer]]] = {}
-    """The layer for each kind of `methods.matrix.Matrix` that the method adapts."""
-
-    # What a method may narrow.
 
     def check_target(self, name: str, base: nn.Module, config: Any) -> None:
         """Raise UserError where the method cannot adapt a plain module; called for all of them, before any change."""
-        matrix = matrix_of(base)
-        if isinstance(matrix, str):
-            raise UserError(f"{name} {matrix}; take it out of target_modules, or name it in exclude_modules")
-        if matrix.kind not in (kinds := self.layer_classes):
-            raise UserError(f"{name} is a {type(base).__name__}; {type(config).__name__} adapts {', '.join(kinds)}")
+        raise NotImplementedError
 
-    def new_layer(self, base: nn.Module, config: Any) -> AdapterLayer:
-        """Return a layer, still without adapters, around a plain module."""
-        matrix = matrix_of(base)
-        assert isinstance(matrix, Matrix)
-        return self.layer_classes[matrix.kind](base, get_quantization_kwargs(self.model))
+    def is_own(self, layer: nn.Module) -> bool:
+        """Return whether a further adapter can join those of a layer."""
+        return isinstance(layer, self.tuner_layer_cls)
 
     def targets(self, config: Any, model: nn.Module) -> dict[str, nn.Module]:
         """Return the modules that an adapter goes on, by dotted name: plain ones, or our layers from another adapter.
@@ -86,7 +74,7 @@ class AdapterModel(BaseTuner):
             for name, module in model.named_modules()
             if name and not name.startswith(inside) and self._check_target_module_exists(config, name)
         }
-        if not found:
+        if not found and not getattr(config, "target_parameters", None):
             have = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
             names = ("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save")
             limits = "".join(f", {limit}={value!r}" for limit in names if (value := getattr(config, limit)))
@@ -117,23 +105,28 @@ class AdapterModel(BaseTuner):
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         """Make every check that needs the model, before the first module is changed."""
+        super()._prepare_model(peft_config, model)
         if self._targets_are_given or peft_config.target_modules == DUMMY_TARGET_MODULES:
             return
         every = peft_config.target_modules == INCLUDE_LINEAR_LAYERS_SHORTHAND
-        if every and (experts := unreached_experts(model)):  # peft's LoRA adapts them by target_parameters
+        parameters = getattr(peft_config, "target_parameters", None) or ()
+        if (
+            every and not parameters and (experts := unreached_experts(model))
+        ):  # peft's LoRA adapts them by target_parameters
             warnings.warn(f"{type(peft_config).__name__}: {experts}: they get no adapter", stacklevel=2)
         _maybe_include_all_linear_layers(peft_config, model)
         targets = self._acting(peft_config, model, every)
         for name, module in targets.items():
             base = module
             if isinstance(module, BaseTunerLayer):
-                if not isinstance(module, AdapterLayer) or not module.adapter_layer_names[0].startswith(self.prefix):
+                if not self.is_own(module):
                     raise UserError(f"{name} has an adapter of another method; call unload() or merge_and_unload()")
                 base = module.get_base_layer()
             self.check_target(name, base, peft_config.resolve(name))
         for pattern in peft_config.patterns.values():
             keys = getattr(peft_config, pattern)
-            unused = [key for key in keys if all(get_pattern_key([key], name) != key for name in targets)]
+            names = (*targets, *(f".{name}" for name in parameters))
+            unused = [key for key in keys if all(get_pattern_key([key], name) != key for name in names)]
             if unused:
                 raise UserError(f"{pattern} has {', '.join(map(repr, unused))}, which match no adapted module")
 
@@ -154,29 +147,6 @@ class AdapterModel(BaseTuner):
         peft_config.exclude_modules = [*(excluded or ()), *dead]
         warnings.warn(f"{len(dead)} linears get no adapter: it would have no effect ({name}: {why})", stacklevel=3)
         return self.targets(peft_config, model)
-
-    def _create_and_replace(  # type: ignore[override]
-        self,
-        peft_config: Any,
-        adapter_name: str,
-        target: Any,
-        target_name: str,
-        parent: Any,
-        current_key: str,
-        **_: Any,
-    ) -> None:
-        config: AdapterConfig = peft_config.resolve(current_key)
-        if isinstance(target, AdapterLayer):
-            target.update_layer(adapter_name, config)
-            return
-        layer = self.new_layer(target, config)
-        layer._active_adapter = self.active_adapters
-        layer.update_layer(adapter_name, config)
-        self._replace_module(parent, target_name, layer, target)
-
-    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
-        # peft's own looks for a weight to take the device from; tensors are made on the right one here.
-        setattr(parent, child_name, new_module)
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
         trained = {name for name, tensor in self.named_parameters() if tensor.requires_grad}
@@ -255,7 +225,7 @@ class AdapterModel(BaseTuner):
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         given = {name: tensor for name, tensor in remapped.items() if f".{cls.prefix}" in name}
         have = {name: tensor for name, tensor in model.state_dict().items() if f".{cls.prefix}" in name}
-        have = {name: tensor for name, tensor in have.items() if name.endswith(f".{adapter_name}.weight")}
+        have = {name: tensor for name, tensor in have.items() if f".{adapter_name}." in f"{name}."}
         wrong = "the adapter was made for another base model or config"
         for name in have.keys() & given.keys():
             if have[name].shape != given[name].shape:
@@ -265,6 +235,59 @@ class AdapterModel(BaseTuner):
                 named = f"{names[0]} {_shape(ours[names[0]])}"
                 raise UserError(f"{wrong}: {len(names)} tensors are {where}, among them {named}")
         return remapped
+
+
+class AdapterModel(CheckedTuner):
+    """peft's tuner for a method whose layers are its own.
+
+    Subclasses give `prefix` and `layer_classes`, and may narrow `check_target`. A method that wraps other modules
+    than those with one matrix overrides `targets` and `new_layer` instead.
+    """
+
+    tuner_layer_cls = AdapterLayer
+    layer_classes: ClassVar[Mapping[str, type[nn.Module]]] = {}
+    """The layer for each kind of `methods.matrix.Matrix` that the method adapts."""
+
+    def check_target(self, name: str, base: nn.Module, config: Any) -> None:
+        """Raise UserError where the method cannot adapt a plain module; called for all of them, before any change."""
+        matrix = matrix_of(base)
+        if isinstance(matrix, str):
+            raise UserError(f"{name} {matrix}; take it out of target_modules, or name it in exclude_modules")
+        if matrix.kind not in (kinds := self.layer_classes):
+            raise UserError(f"{name} is a {type(base).__name__}; {type(config).__name__} adapts {', '.join(kinds)}")
+
+    def new_layer(self, base: nn.Module, config: Any) -> Any:
+        """Return a layer, still without adapters, around a plain module."""
+        matrix = matrix_of(base)
+        assert isinstance(matrix, Matrix)
+        return self.layer_classes[matrix.kind](base, get_quantization_kwargs(self.model))
+
+    def is_own(self, layer: nn.Module) -> bool:
+        """See `CheckedTuner`."""
+        return isinstance(layer, TensorLayer) and layer.adapter_layer_names[0].startswith(self.prefix)
+
+    def _create_and_replace(  # type: ignore[override]
+        self,
+        peft_config: Any,
+        adapter_name: str,
+        target: Any,
+        target_name: str,
+        parent: Any,
+        current_key: str,
+        **_: Any,
+    ) -> None:
+        config: AdapterConfig = peft_config.resolve(current_key)
+        if isinstance(target, TensorLayer):
+            target.update_layer(adapter_name, config)
+            return
+        layer = self.new_layer(target, config)
+        layer._active_adapter = self.active_adapters
+        layer.update_layer(adapter_name, config)
+        self._replace_module(parent, target_name, layer, target)
+
+    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+        # peft's own looks for a weight to take the device from; tensors are made on the right one here.
+        setattr(parent, child_name, new_module)
 
 
 def _give_names(names: list[str], _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -1,9 +1,10 @@
 """Layers of all fine-tuning methods, so that a method's file holds only its formula.
 
-A method is a config (`config.AdapterConfig`), a layer (`WeightLayer`, or `AdapterLayer` around modules that are no
+A method is a config (`config.AdapterConfig`), a layer (`WeightLayer`, or `TensorLayer` around modules that are no
 matrix) and a tuner (`tuner.AdapterModel`) in the module that its `Method.adapter` names; docs/add-a-method.md has an
-example. Several adapters, batches that mix them (`adapter_names`, with `__base__` rows), merging from a copy of the
-original, quantized bases, patterns per module, checks before anything is changed, saving and loading follow from that.
+example. Several adapters, batches that mix them (`adapter_names`, with `__base__` rows), quantized bases, patterns per
+module, checks before anything is changed, saving and loading follow from that. A method whose tensors are LoRA's takes
+peft's LoRA layers instead, see `lora`.
 
 Rules that peft's own machinery imposes:
 
@@ -13,30 +14,26 @@ Rules that peft's own machinery imposes:
   adapter goes by it).
 - Adapters are float32 beside a bfloat16 base unless autocast_adapter_dtype=False: cast the small matrices to
   the input's type for products, never the input to float32.
-- `names` of `adapted` and `merged_weight` are sorted, so that results do not depend on the order of loading.
+- `names` of `adapted` are sorted, so that results do not depend on the order of loading.
 
 Whatever a module stores, a method sees one matrix (d_out, d_in): the weight of a linear, the transpose of a Conv1D's, a
-1x1 kernel without its last two dimensions, an embedding's table as it is (d_out = number of rows). Merging starts from
-the weight as it was before any adapter, kept on the CPU, and goes through the adapters sorted by name, in float32, with
-one rounding at the end. Hence unmerging is bit-equal, and merge(A); merge(B) is bit-equal to merge([A, B]).
+1x1 kernel without its last two dimensions, an embedding's table as it is (d_out = number of rows).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import MultiplierLayer, Role
 from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
-from nonlinear_lowrank.ops.sine import SineFactors, effective_weights, sine_layer
 
 from .config import BASE_ROWS, AdapterConfig
-from .quantized import Kept, backend_of, keep_unpacked, unpack
+from .quantized import backend_of, keep_unpacked, unpack
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -54,7 +51,61 @@ class AdapterTensor(nn.Module):
 
 
 class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
-    """A module with adapters around it; subclasses give the formula."""
+    """A module with adapters around it, called with the active ones or with one a row."""
+
+    base_layer: Any
+
+    def present(self, names: Sequence[str]) -> list[str]:
+        """Return those of the adapters that this module has, sorted."""
+        raise NotImplementedError
+
+    def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
+        """Return the module's output with these adapters (at least one, each present, sorted)."""
+        raise NotImplementedError
+
+    def unmerge(self) -> None:
+        """Take every merged adapter out again."""
+        raise NotImplementedError
+
+    def check_merge(self, adapter_names: list[str] | None) -> None:
+        """Raise UserError where merging these adapters would give anything not finite; changes nothing."""
+
+    def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
+        """Call the base module, on x with its batch first, with the active adapters.
+
+        `adapter_names` has one adapter a row of x, or "__base__" for none, instead; UserError where they do not fit x,
+        or adapters are merged.
+        """
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        if adapter_names is not None and not self.disable_adapters:
+            return self._mixed(x, adapter_names, *args, **kwargs)
+        names = [] if self.disable_adapters or self.merged else self.present(self.active_adapters)
+        return self.adapted(x, names, *args, **kwargs) if names else self.base_layer(x, *args, **kwargs)
+
+    def _mixed(self, x: Tensor, adapter_names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
+        if len(x) != len(adapter_names):
+            raise UserError(f"adapter_names has {len(adapter_names)} names for {len(x)} rows; give one name a row")
+        if self.merged:
+            raise UserError("adapter_names cannot be used while adapters are merged; call unmerge_adapter() first")
+        rows: dict[str, list[int]] = {}
+        for row, name in enumerate(adapter_names):
+            rows.setdefault(name if self.present([name]) else BASE_ROWS, []).append(row)
+        parts = [
+            self.base_layer(x[each], *args, **kwargs)
+            if name == BASE_ROWS
+            else self.adapted(x[each], [name], *args, **kwargs)
+            for name, each in rows.items()
+        ]
+        order = torch.tensor([row for indices in rows.values() for row in indices])
+        return torch.cat(parts)[order.argsort().to(x.device)]
+
+    def __repr__(self) -> str:
+        return f"nlr.{super().__repr__()}"
+
+
+class TensorLayer(AdapterLayer):
+    """A module with adapters whose tensors are a method's own; subclasses give the formula."""
 
     adapter_layer_names: tuple[str, ...] = ()
     """Names of the ModuleDicts that hold the trainable tensors, an `AdapterTensor` an adapter."""
@@ -80,10 +131,6 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
         """Draw the adapter's tensors in place, as its config says; must do on the meta device."""
         raise NotImplementedError
 
-    def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
-        """Return the module's output with these adapters (at least one, each present, sorted)."""
-        raise NotImplementedError
-
     def roles(self, name: str) -> Mapping[str, Role]:
         """Return learning-rate roles of an adapter's tensors, by ModuleDict; others have no multipliers."""
         return {}
@@ -91,13 +138,6 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Put adapters into the base module; raises where a method cannot."""
         raise NotImplementedError
-
-    def unmerge(self) -> None:
-        """Take every merged adapter out again."""
-        raise NotImplementedError
-
-    def check_merge(self, adapter_names: list[str] | None) -> None:
-        """Raise UserError where merging these adapters would give anything not finite; changes nothing."""
 
     # What it gets.
 
@@ -123,36 +163,6 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
         """Return those of the adapters that this module has, sorted."""
         return sorted(name for name in names if name in self.configs)
 
-    def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
-        """Call the base module, on x with its batch first, with the active adapters.
-
-        `adapter_names` has one adapter a row of x, or "__base__" for none, instead; UserError where they do not fit x,
-        or adapters are merged.
-        """
-        if self.disable_adapters and self.merged:
-            self.unmerge()
-        if adapter_names is not None and not self.disable_adapters:
-            return self._mixed(x, adapter_names, *args, **kwargs)
-        names = [] if self.disable_adapters or self.merged else self.present(self.active_adapters)
-        return self.adapted(x, names, *args, **kwargs) if names else self.base_layer(x, *args, **kwargs)
-
-    def _mixed(self, x: Tensor, adapter_names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
-        if len(x) != len(adapter_names):
-            raise UserError(f"adapter_names has {len(adapter_names)} names for {len(x)} rows; give one name a row")
-        if self.merged:
-            raise UserError("adapter_names cannot be used while adapters are merged; call unmerge_adapter() first")
-        rows: dict[str, list[int]] = {}
-        for row, name in enumerate(adapter_names):
-            rows.setdefault(name if name in self.configs else BASE_ROWS, []).append(row)
-        parts = [
-            self.base_layer(x[each], *args, **kwargs)
-            if name == BASE_ROWS
-            else self.adapted(x[each], [name], *args, **kwargs)
-            for name, each in rows.items()
-        ]
-        order = torch.tensor([row for indices in rows.values() for row in indices])
-        return torch.cat(parts)[order.argsort().to(x.device)]
-
     def parameter_roles(self) -> dict[str, Role]:
         """Return learning-rate roles by the tensors' names in this module; `param_groups` asks for them."""
         return {f"{tensor}.{name}.weight": role for name in self.configs for tensor, role in self.roles(name).items()}
@@ -166,12 +176,9 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
             if device is not None and adapter_name in tensors and not tensors[adapter_name].weight.is_meta:
                 tensors[adapter_name].to(device)
 
-    def __repr__(self) -> str:
-        return f"nlr.{nn.Module.__repr__(self)}"
 
-
-class WeightLayer(AdapterLayer):
-    """Adapters around one matrix, quantized or not; subclasses give `adapted` and may give `merged_weight`.
+class WeightLayer(TensorLayer):
+    """Adapters around one matrix, quantized or not; subclasses give `adapted`.
 
     `quantization` is that of the whole model, by peft's `get_quantization_kwargs`.
     """
@@ -185,18 +192,10 @@ class WeightLayer(AdapterLayer):
         self.quantization_backend = backend_of(base_layer, quantization)
         if self.quantization_backend is not None:
             keep_unpacked(base_layer)
-        self._kept: Kept | None = None
         # Read by code that expects the plain module.
         for name in ("in_features", "out_features", "num_embeddings", "embedding_dim", "nf", "nx"):
             if hasattr(base_layer, name):
                 setattr(self, name, getattr(base_layer, name))
-
-    def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
-        """Return the matrix (d_out, d_in) with adapters in it, formed in float32 (float64 for float64), rounded once.
-
-        `weight` (d_out, d_in) is the original, not to be written to; `names` are sorted, each present.
-        """
-        raise NotImplementedError
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Call the module with its adapters, see `AdapterLayer`."""
@@ -204,114 +203,20 @@ class WeightLayer(AdapterLayer):
             unpack(self.get_base_layer())  # or its gradient with respect to x is lost
         return super().forward(x, *args, **kwargs)
 
-    def base_is_plain(self) -> bool:
-        """Return whether reading the base's weight and bias gives what calling it would use."""
-        base = self.base_layer
-        return (
-            type(base) in (nn.Linear, Conv1D, nn.Conv2d, nn.Embedding)
-            and type(base.weight) is nn.Parameter
-            and not (base._forward_hooks or base._forward_pre_hooks or hasattr(base, "_hf_hook"))
-        )
-
     def base_matrix(self) -> Tensor:
         """Return the matrix (d_out, d_in) of a plain base, a view of its weight."""
         assert isinstance(self.base_layer.weight, Tensor)
         return self.matrix.of(self.base_layer.weight)
 
-    # Merging.
 
-    @torch.no_grad()
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None, *, keep: bool = True) -> None:
-        """Put adapters, by default the active ones, into the base weight beside those that are merged already.
-
-        The original is kept until `unmerge`, unless the merge is never undone. With safe_merge the result is checked
-        first; UserError where it is not finite, or the base's format cannot be merged into; nothing is changed then.
-        """
-        names = self.present(check_adapters_to_merge(self, adapter_names))
-        if names:
-            kept, merged = self._merged(names, copy_plain=keep, check=safe_merge)
-            kept.write(self, self.matrix.back(merged))
-            self._kept = kept if keep else None
-            self.merged_adapters = [*self.merged_adapters, *names]
-
-    @torch.no_grad()
-    def check_merge(self, adapter_names: list[str] | None) -> None:
-        """Raise UserError where the merged matrix would not be finite."""
-        wanted = self.active_adapters if adapter_names is None else adapter_names
-        if names := [name for name in self.present(wanted) if name not in self.merged_adapters]:
-            self._merged(names, copy_plain=False, check=True)
-
-    def _merged(self, names: Sequence[str], *, copy_plain: bool, check: bool) -> tuple[Kept, Tensor]:
-        """Return the original, and the matrix (d_out, d_in) with these adapters and those that are merged already."""
-        kept = self._kept or Kept(self.get_base_layer(), self.quantization_backend, copy_plain=copy_plain)
-        merged = self.merged_weight(self.matrix.of(kept.weight()), sorted({*self.merged_adapters, *names}))
-        if check and not merged.isfinite().all():
-            raise UserError(f"merging {', '.join(map(repr, names))} gives weights that are not finite; none is merged")
-        return kept, merged
-
-    @torch.no_grad()
-    def unmerge(self) -> None:
-        """Put the original weight back, bit-equal; does nothing where nothing is merged."""
-        if self._kept is not None:
-            self._kept.restore(self.get_base_layer())
-        self._kept, self.merged_adapters = None, []
-
-    def unload_and_optionally_merge_module(
-        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
-    ) -> nn.Module:
-        """Return the base module, with the adapters in it or as it was; peft calls it. No original is kept."""
-        if merge:
-            self.merge(safe_merge, adapter_names, keep=False)
-        else:
-            self.unmerge()
-        return self.get_base_layer()
+def is_plain(base: nn.Module) -> bool:
+    """Return whether reading a module's weight and bias gives what calling it would use."""
+    return type(base) in _PLAIN and type(base.weight) is nn.Parameter and not is_hooked(base)
 
 
-class SineDeltaLayer(WeightLayer):
-    """Adapters that add a sine delta to a weight (sine-LoRA, NoRA++ with lora_sine); subclasses give `factors`.
+def is_hooked(base: nn.Module) -> bool:
+    """Return whether something runs, or brings the weight, when a module is called."""
+    return bool(base._forward_hooks or base._forward_pre_hooks) or hasattr(base, "_hf_hook")
 
-    They go around linears and 1x1 convolutions. With a plain base and no dropout there is one product, with the weight
-    that merging would give. Else there are two, the base's and the delta's; both save no more for backward than the
-    input.
-    """
 
-    @property
-    def stride(self) -> tuple[int, int] | None:
-        """Stride of a convolution, else None."""
-        return None
-
-    def factors(self, name: str) -> SineFactors:
-        """Return an adapter's delta."""
-        raise NotImplementedError
-
-    def source(self, names: Sequence[str]) -> Tensor | Callable[[], Tensor] | None:
-        """Return where these deltas, beside the base's own product, get the weight from, if they need it."""
-        return None
-
-    @property
-    def transposed(self) -> bool:
-        """Return whether the module stores its weight as (d_in, d_out)."""
-        return self.matrix.kind == "conv1d"
-
-    def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
-        """Return the output with these adapters, see `AdapterLayer`."""
-        dropped = [name for name in names if self.training and self.configs[name].lora_dropout > 0]
-        rest = [name for name in names if name not in dropped]
-        layout: dict[str, Any] = {"transposed": self.transposed, "stride": self.stride}
-        if not dropped and self.base_is_plain():
-            base: Any = self.base_layer
-            return sine_layer(x, base.weight, base.bias, [self.factors(name) for name in rest], **layout)
-        y = self.base_layer(x, *args, **kwargs)
-        if self.quantization_backend is not None:
-            y = self.quantization_backend.maybe_clone_base_result(y)
-        parts = [(x, rest)] if rest else []
-        parts += [(F.dropout(x, self.configs[name].lora_dropout), [name]) for name in dropped]
-        for part, together in parts:
-            factors = [self.factors(name) for name in together]
-            y = y + sine_layer(part, self.source(together), None, factors, base=False, **layout).to(y.dtype)
-        return y
-
-    def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
-        """Return the merged matrix, see `WeightLayer`; formed in the module's layout, as `adapted` does."""
-        factors = [self.factors(name) for name in names]
-        return self.matrix.of(effective_weights(self.matrix.back(weight), factors, transposed=self.transposed))
+_PLAIN = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)

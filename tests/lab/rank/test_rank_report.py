@@ -94,7 +94,12 @@ def test_adapters_are_measured_as_their_delta(tmp_path, method):
     targets = ["q_proj", "down_proj"]
     if method == "sine":
         config = nlr.SineLoraConfig(
-            r=3, omega=90, lora_alpha=6, target_modules=targets, omega_pattern={"down_proj": 40.0}, init_weights=False
+            r=3,
+            omega=90,
+            lora_alpha=6,
+            target_modules=targets,
+            omega_pattern={"down_proj": 40.0},
+            init_lora_weights=False,
         )
     else:
         config = peft.LoraConfig(

@@ -12,6 +12,7 @@ import model_helpers
 import nonlinear_lowrank as nlr
 from adapter_helpers import PEFT_WARNINGS, ROWS
 from nonlinear_lowrank import UserError
+from nonlinear_lowrank.adapters.lora import LoraLayer
 from nonlinear_lowrank.adapters.weights import WeightLayer
 from rounding_helpers import assert_close_by_norm
 
@@ -65,7 +66,7 @@ def logits(model, ids, **options):
 
 
 def layers(model):
-    return [module for module in model.modules() if isinstance(module, WeightLayer)]
+    return [module for module in model.modules() if isinstance(module, WeightLayer | LoraLayer)]
 
 
 def state(model):
@@ -92,7 +93,7 @@ def test_training_and_loading_on_a_quantized_base(folder, tmp_path, kind, row):
     model = get_peft_model(base, row.config()).eval()
     with model.disable_adapter():
         assert torch.equal(logits(model, ids), before)
-    adapters = {name: value for name, value in model.named_parameters() if ".nlr_" in name}
+    adapters = {name: value for name, value in model.named_parameters() if ".nlr_" in name or ".lora_" in name}
     assert {value.dtype for value in adapters.values()} == {torch.float32}
     model.train()(ids, labels=ids).loss.backward()
     for name, value in model.named_parameters():
@@ -111,13 +112,13 @@ def test_training_and_loading_on_a_quantized_base(folder, tmp_path, kind, row):
 def test_adapting_adds_the_same_as_on_the_dequantized_base(folder, kind, row):
     model = get_peft_model(quantized(folder, kind), row.config()).eval()
     for layer in layers(model)[:7]:
-        plain = nn.Linear(layer.d_in, layer.d_out, bias=False)
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=False)
         plain.weight.data = layer.get_base_weight().float()
         reference = get_peft_model(nn.Sequential(plain), row.config(target_modules=["0"], task_type=None)).eval()
         for name, value in reference.base_model.model[0].named_parameters():
-            if name.startswith("nlr_"):
+            if name.startswith(("nlr_", "lora_")):
                 value.data = layer.get_parameter(name).data.clone()
-        x = torch.randn(5, layer.d_in)
+        x = torch.randn(5, layer.in_features)
         with torch.no_grad():
             ours = layer(x) - layer.base_layer(x)
             expected = reference(x) - plain(x)
@@ -210,7 +211,7 @@ def test_merging_refuses_torchao_weights_without_a_config(folder):
     quantization.quantize_(model.model.layers, quantization.Int8WeightOnlyConfig())
     ids = tokens()
     before = logits(model, ids)
-    tuned = get_peft_model(model, nlr.SineLoraConfig(r=4, target_modules=["q_proj"], init_weights=False)).eval()
+    tuned = get_peft_model(model, nlr.SineLoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)).eval()
     adapted = logits(tuned, ids)
     assert not torch.equal(adapted, before)
     with pytest.raises(UserError, match="cannot be merged into torchao weights"):

@@ -104,7 +104,7 @@ def reference(x, layer, config, factors):
     return rational_reference(x, *shifted, *rest)
 
 
-FACTORS = [f"nlr_nora_{side}_{factor}" for side in ("numerator", "denominator") for factor in "ab"]
+FACTORS = [f"lora_{side}_{factor}" for side in ("numerator", "denominator") for factor in "ab"]
 
 
 def factors_of(layer, dtype=None):
@@ -171,7 +171,7 @@ def test_what_each_tuning_trains_and_where_it_starts(tuning, side):
     model, layer = adapted_mlp(nn.SiLU, torch.float32, tuning=tuning, init_weights=True, **options)
     expected = {name: shape for name, shape in TUNINGS[tuning].items() if name.split("_")[0] in tuned}
     assert {
-        name.split("nlr_nora_")[1].removesuffix(".default.weight"): tuple(value.shape)
+        name.split("lora_")[1].removesuffix(".default.weight"): tuple(value.shape)
         for name, value in trained(model).items()
     } == expected
     x = 4 * torch.randn(50, 24)

@@ -69,7 +69,7 @@ def test_groups_and_ranks_by_module():
     model = get_peft_model(model_helpers.llama(), config)
     for layer, shape in ((0, (16, 5, 1)), (1, (4, 5, 3))):
         act = model.base_model.model.model.layers[layer].mlp.act_fn
-        assert act.nlr_nora_numerator_a["default"].weight.shape == shape
+        assert act.lora_numerator_a["default"].weight.shape == shape
 
 
 def test_an_activation_that_layers_share_is_one_adapter():

@@ -74,11 +74,11 @@ def test_the_lora_of_nora_plus_plus_is_pefts():
     ]
     for name in ours.base_model.report().linears:
         mine, other = (model.base_model.model.get_submodule(name) for model in (ours, theirs))
-        bound = mine.d_in**-0.5
-        assert mine.nlr_nora_lora_down["default"].weight.abs().max() <= bound
-        assert not mine.nlr_nora_lora_up["default"].weight.any()
-        mine.nlr_nora_lora_down["default"].weight.data = other.lora_A["default"].weight.data.clone()
-        mine.nlr_nora_lora_up["default"].weight.data = other.lora_B["default"].weight.data.clone()
+        bound = mine.in_features**-0.5
+        assert mine.lora_A["default"].weight.abs().max() <= bound
+        assert not mine.lora_B["default"].weight.any()
+        mine.lora_A["default"].weight.data = other.lora_A["default"].weight.data.clone()
+        mine.lora_B["default"].weight.data = other.lora_B["default"].weight.data.clone()
     expected = logits(theirs, inputs)
     torch.testing.assert_close(logits(ours, inputs), expected, atol=1e-6, rtol=1e-5)
     merged = ours.merge_and_unload()
@@ -102,9 +102,9 @@ def test_lora_sine_is_a_sine_of_the_weight():
     assert len(names) == 4
     for name in names:
         layer = model.base_model.model.get_submodule(name)
-        up, down = layer.nlr_nora_lora_up["default"].weight, layer.nlr_nora_lora_down["default"].weight
+        up, down = layer.lora_B["default"].weight, layer.lora_A["default"].weight
         weight = plain.get_submodule(name).weight
-        weight.data = weight + torch.sin(40.0 * up @ down) / layer.d_in**0.5
+        weight.data = weight + torch.sin(40.0 * up @ down) / layer.in_features**0.5
     adapted = logits(model, inputs)
     assert_close_by_norm(adapted, logits(plain, inputs))
     merged = model.merge_and_unload()
@@ -119,8 +119,9 @@ def test_nora_plus_plus_trains_both_parts_together():
     model = get_peft_model(base, NoraConfig(groups=4, lora_r=2, init_weights=False)).train()
     model(**inputs, labels=inputs["input_ids"]).loss.backward()
     gradients = {name: value.grad for name, value in trained(model).items()}
-    assert {name.split("nlr_nora_")[1].split(".")[0] for name in gradients} == {
+    assert {name.split("lora_")[1].split(".")[0] for name in gradients} == {
         *(f"{side}_{factor}" for side in ("numerator", "denominator") for factor in "ab"),
-        *("lora_down", "lora_up"),
+        "A",
+        "B",
     }
     assert all(gradient.abs().max() > 0 for gradient in gradients.values())

@@ -32,8 +32,8 @@ _LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL
 _NORA = {"r": 2, "groups": 4, "anchor": "exact", "task_type": "CAUSAL_LM"}
 CONFIGS = {
     "LoRA": lambda: peft.LoraConfig(init_lora_weights=False, **_LORA),
-    "sine-LoRA": lambda: nlr.SineLoraConfig(init_weights=False, **_LORA),
-    "sine-DoRA": lambda: nlr.SineLoraConfig(init_weights=False, use_dora=True, **_LORA),
+    "sine-LoRA": lambda: nlr.SineLoraConfig(init_lora_weights=False, **_LORA),
+    "sine-DoRA": lambda: nlr.SineLoraConfig(init_lora_weights=False, use_dora=True, **_LORA),
     "NOBLE": lambda: nlr.NobleAdapterConfig(init_weights=False, **_LORA),
     "NoRA": lambda: nlr.NoraConfig(init_weights=False, **_NORA),
     "NoRA++": lambda: nlr.NoraConfig(init_weights=False, lora_r=4, lora_target_modules=["q_proj"], **_NORA),

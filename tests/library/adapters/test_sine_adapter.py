@@ -19,6 +19,7 @@ import nonlinear_lowrank as nlr
 from adapter_helpers import PEFT_WARNINGS
 from nonlinear_lowrank import SineLoraConfig, UserError
 from nonlinear_lowrank.adapters.conversion import convert_to_lora
+from nonlinear_lowrank.adapters.lora import SineLayer
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from rounding_helpers import assert_close_by_norm
 
@@ -89,7 +90,7 @@ MODULES = {
 def adapted_one(kind, dtype=torch.float64, **options):
     torch.nn.init.normal_((module := MODULES[kind]()).weight)
     model = One(module.to(dtype))
-    options = {"r": 3, "omega": 5.0, "target_modules": ["target"], "init_weights": False, **options}
+    options = {"r": 3, "omega": 5.0, "target_modules": ["target"], "init_lora_weights": False, **options}
     return copy.deepcopy(module).to(dtype), get_peft_model(
         model, SineLoraConfig(**options), autocast_adapter_dtype=False
     )
@@ -103,11 +104,8 @@ def one_input(kind, dtype=torch.float64):
 
 def factors_of(model, name="default"):
     layer = model.base_model.model.target
-    return [
-        getattr(layer, f"nlr_sine_lora_{each}")[name].weight.detach()
-        for each in ("up", "down", "magnitude")
-        if name in getattr(layer, f"nlr_sine_lora_{each}")
-    ]
+    factors = layer.factors(name)
+    return [each.detach() for each in (factors.up, factors.down, factors.magnitude) if each is not None]
 
 
 @doras
@@ -145,7 +143,7 @@ def test_a_whole_model_merges_bit_equal_in_bfloat16(dora):
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, plain)
         for name, value in model.named_parameters():
-            if "nlr_sine_lora_up" in name:
+            if "lora_B" in name:
                 value.normal_(std=0.05)
         expected = model(**inputs).logits
         assert not torch.equal(expected, plain)
@@ -164,7 +162,7 @@ def test_a_trained_magnitude_survives_a_bfloat16_base(dora, tmp_path):
     model.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(base, tmp_path)
     ours, theirs = (
-        {name: value for name, value in each.named_parameters() if "nlr_sine" in name} for each in (model, again)
+        {name: value for name, value in each.named_parameters() if ".lora_" in name} for each in (model, again)
     )
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
@@ -179,9 +177,9 @@ def test_patterns_set_rank_and_omega_by_module():
     )  # fmt: skip
     model = get_peft_model(model_helpers.llama(), config)
     seen = {
-        name: (module.nlr_sine_lora_up["default"].weight.shape[1], module.factors("default").omega)
+        name: (module.r["default"], module.factors("default").omega)
         for name, module in model.named_modules()
-        if hasattr(module, "nlr_sine_lora_up")
+        if isinstance(module, SineLayer)
     }
     prefix = "base_model.model.model.layers"
     assert seen == {
@@ -200,10 +198,10 @@ def test_the_gradient_at_the_zero_start_is_omega_over_root_d_in_times_loras():
     sine = get_peft_model(One(module), SineLoraConfig(r=4, omega=300.0, target_modules=["target"]))
     lora, sine = lora.double(), sine.double()
     a = lora.base_model.model.target.lora_A["default"].weight
-    sine.base_model.model.target.nlr_sine_lora_down["default"].weight.data.copy_(a.detach())
+    sine.base_model.model.target.lora_A["default"].weight.data.copy_(a.detach())
     for model in (lora, sine):
         (model(x) * dy).sum().backward()
-    ours = sine.base_model.model.target.nlr_sine_lora_up["default"].weight.grad
+    ours = sine.base_model.model.target.lora_B["default"].weight.grad
     torch.testing.assert_close(ours, lora.base_model.model.target.lora_B["default"].weight.grad * 300 / 8)
 
 
@@ -304,7 +302,7 @@ def test_hooks_of_the_base_run_once_and_embeddings_are_scaled_once(kind, hooked,
     seen = []
     if hooked:
         base.register_forward_hook(lambda *_: seen.append(1))
-    config = SineLoraConfig(r=3, use_dora=dora, target_modules=["target"], init_weights=False)
+    config = SineLoraConfig(r=3, use_dora=dora, target_modules=["target"], init_lora_weights=False)
     model = get_peft_model(One(base), config).eval()
     x = one_input(kind, torch.float32)
     with torch.no_grad():
@@ -320,8 +318,8 @@ def test_converts_to_lora_and_prints_the_error_of_every_layer(family, dora, tmp_
     inputs = model_helpers.batch(base)
     targets = ["q_proj", "down_proj"] if family == "llama" else ["c_attn"]
     options = {"r": 2, "omega": 50.0, "lora_alpha": 1.0, "use_dora": dora, "target_modules": targets}
-    model = get_peft_model(copy.deepcopy(base), SineLoraConfig(**options, init_weights=False)).eval()
-    layers = [name for name, module in model.named_modules() if hasattr(module, "nlr_sine_lora_up")]
+    model = get_peft_model(copy.deepcopy(base), SineLoraConfig(**options, init_lora_weights=False)).eval()
+    layers = [name for name, module in model.named_modules() if isinstance(module, SineLayer)]
     printed = {}
     for rank in (4, 32):
         convert_to_lora(model, rank, path=tmp_path / str(rank))
@@ -360,7 +358,7 @@ def test_modules_that_cannot_be_adapted_are_refused_before_any_change():
     for bad, words in (
         (Positions(9, 8), "lookup of its own"),
         (nn.Embedding(9, 8, max_norm=1.0), "max_norm"),
-        (nn.Conv2d(4, 4, 3), "kernel"),
+        (nn.Conv2d(6, 6, 3, groups=3), "3 groups; choose an r"),
         (nn.LayerNorm(8), "LayerNorm"),
     ):
         model = nn.ModuleDict({"good": nn.Linear(8, 8), "bad": bad})
@@ -373,7 +371,7 @@ def test_learning_rate_roles():
     model = get_peft_model(model_helpers.llama(), SineLoraConfig(r=4, use_dora=True, target_modules=["q_proj"]))
     groups = nlr.param_groups(model, lr=1e-3, weight_decay=0.1, verbose=False)
     decays = {name.split(".")[-3]: group["weight_decay"] for group in groups for name, _ in group["params"]}
-    assert decays == {"nlr_sine_lora_up": 0.1, "nlr_sine_lora_down": 0.1, "nlr_sine_lora_magnitude": 0.0}
+    assert decays == {"lora_A": 0.1, "lora_B": 0.1, "lora_magnitude_vector": 0.0}
     assert {group["lr"] for group in groups} == {1e-3}
 
 
@@ -388,7 +386,13 @@ def test_a_quantized_base_is_not_kept_dequantized(dora, dropout):
     base = bitsandbytes.nn.Linear4bit(128, 192, bias=False, quant_type="nf4", compute_dtype=torch.float32)
     base.load_state_dict(plain.state_dict())
     base = base.to("cpu")  # quantizes
-    options = {"r": 4, "use_dora": dora, "lora_dropout": dropout, "target_modules": ["target"], "init_weights": False}
+    options = {
+        "r": 4,
+        "use_dora": dora,
+        "lora_dropout": dropout,
+        "target_modules": ["target"],
+        "init_lora_weights": False,
+    }
     model = get_peft_model(One(base), SineLoraConfig(**options)).train()
     layer = model.base_model.model.target
     plain.weight.data = layer.get_base_weight().float()
@@ -399,7 +403,7 @@ def test_a_quantized_base_is_not_kept_dequantized(dora, dropout):
     for each in (model, twin):
         inputs = [x]
         for name, value in each.base_model.model.target.named_parameters():
-            if "nlr_" in name:
+            if "lora_" in name:
                 value.data = layer.get_parameter(name).data.clone()
                 inputs.append(value)
         torch.manual_seed(1)

@@ -27,7 +27,7 @@ from rounding_helpers import assert_close_by_norm
 pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
 # Configs of adapters that change something from the start.
-LORA, SINE_LORA = partial(LoraConfig, init_lora_weights=False), partial(SineLoraConfig, init_weights=False)
+LORA, SINE_LORA = partial(LoraConfig, init_lora_weights=False), partial(SineLoraConfig, init_lora_weights=False)
 MERGING = [row for row in ROWS if row.merges]
 SINE = next(row for row in MERGING if row.name == "sine-llama")
 

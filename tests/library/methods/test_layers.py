@@ -57,7 +57,8 @@ def activation(**options):
 
 def adapted(config_class, base, **options):
     """A layer with an adapter that changes its outputs."""
-    config = config_class(init_weights=False, target_modules=["0"], **options)
+    field = "init_lora_weights" if config_class is nlr.SineLoraConfig else "init_weights"
+    config = config_class(**{field: False}, target_modules=["0"], **options)
     return Single(get_peft_model(nn.Sequential(base), config).base_model.model[0])
 
 

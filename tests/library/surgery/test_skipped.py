@@ -225,7 +225,6 @@ def test_experts_held_as_tensors_are_listed_and_counted(capfd):
     assert "Error" not in capfd.readouterr().err
 
 
-@every_adapter
-def test_all_linear_says_that_experts_get_no_adapter(config):
+def test_all_linear_says_that_experts_get_no_adapter():
     with pytest.warns(UserWarning, match=r"the experts in model\.layers\.\*\.mlp\.experts, \d+ % of the model's param"):
-        get_peft_model(_mixture(), config(r=2, target_modules="all-linear"))
+        get_peft_model(_mixture(), nlr.NobleAdapterConfig(r=2, target_modules="all-linear"))

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from nonlinear_lowrank.adapters.config import AdapterConfig
 from nonlinear_lowrank.adapters.tuner import AdapterModel, register_adapter
-from nonlinear_lowrank.adapters.weights import WeightLayer
+from nonlinear_lowrank.adapters.weights import WeightLayer, is_plain
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Role
 from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
@@ -129,8 +129,8 @@ class NobleAdapterLinear(WeightLayer):
             branch = self._branch(name, x)
             if config.dropout > 0 and self.training:
                 y = (self.base_layer(x) if y is None else y) + noble_branch(F.dropout(x, config.dropout), branch)
-            elif y is None and self.base_is_plain():
-                y = noble_linear(x, self.base_matrix(), self.base_layer.bias, branch)  # type: ignore[arg-type]
+            elif y is None and is_plain(self.base_layer):
+                y = noble_linear(x, self.base_matrix(), self.base_layer.bias, branch)
             else:
                 y = (self.base_layer(x) if y is None else y) + noble_branch(x, branch)
         assert y is not None
@@ -195,7 +195,7 @@ class NobleAdapterModel(AdapterModel):
     """peft's tuner for NOBLE adapters."""
 
     prefix = "nlr_noble_"
-    layer_classes: ClassVar[Mapping[str, type[WeightLayer]]] = {
+    layer_classes: ClassVar[Mapping[str, type[nn.Module]]] = {
         "linear": NobleAdapterLinear,
         "conv1d": NobleAdapterLinear,
         "conv2d": NobleAdapterConv2d,

@@ -16,10 +16,12 @@ from typing import Any, ClassVar
 
 from peft.tuners.tuners_utils import _ExcludedModule, _maybe_include_all_linear_layers, check_target_module_exists
 from peft.utils.constants import DUMMY_TARGET_MODULES
+from peft.utils.quantization_utils import get_quantization_kwargs
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.adapters.tuner import AdapterModel, NoTargetError, register_adapter
-from nonlinear_lowrank.adapters.weights import AdapterLayer, WeightLayer
+from nonlinear_lowrank.adapters.weights import AdapterLayer
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
 from nonlinear_lowrank.surgery.augment import after_augment
@@ -92,15 +94,15 @@ def _ranges(numbers: Sequence[int]) -> str:
 class NoraModel(AdapterModel):
     """peft's tuner for NoRA and NoRA++."""
 
-    prefix = "nlr_nora_"
-    layer_classes: ClassVar[Mapping[str, type[WeightLayer]]] = {"linear": NoraLoraLinear, "conv1d": NoraLoraLinear}
+    prefix = "lora_"  # of all tensors, since NoRA++ has LoRA's: loading goes by it
+    layer_classes: ClassVar[Mapping[str, type[nn.Module]]] = {"linear": NoraLoraLinear, "conv1d": NoraLoraLinear}
 
     def report(self, adapter_name: str = "default") -> NoraReport:
         """Return what an adapter replaced, what is skipped and why; raise UserError where there is no such adapter."""
         if adapter_name not in self.peft_config:
             raise UserError(f"there is no adapter {adapter_name!r}; there are {', '.join(self.peft_config)}")
         layers = {name: each for name, each in self.model.named_modules() if isinstance(each, AdapterLayer)}
-        mine = {name: layer for name, layer in layers.items() if adapter_name in layer.configs}
+        mine = {name: layer for name, layer in layers.items() if layer.present([adapter_name])}
         activations = {
             name: self._described(layer, adapter_name)
             for name, layer in mine.items()
@@ -206,15 +208,29 @@ class NoraModel(AdapterModel):
                     f"{name} is rational with {own} groups already, and groups={config.groups} is no multiple of them"
                 )
 
-    def new_layer(self, base: nn.Module, config: Any) -> AdapterLayer:
+    def is_own(self, layer: nn.Module) -> bool:
+        """See `CheckedTuner`."""
+        return isinstance(layer, NoraActivation | NoraLoraLinear | NoraSineLinear)
+
+    def new_layer(self, base: nn.Module, config: Any) -> NoraActivation:
         """See `AdapterModel`."""
-        site = next((site for site in self._survey.sites.values() if site.module is base), None)
-        if site is not None:
-            return NoraActivation(base, site)
-        self.layer_classes = dict.fromkeys(  # type: ignore[misc]
-            NoraModel.layer_classes, NoraSineLinear if config.lora_sine else NoraLoraLinear
-        )
-        return super().new_layer(base, config)
+        return NoraActivation(base, next(site for site in self._survey.sites.values() if site.module is base))
+
+    def _create_and_replace(  # type: ignore[override]
+        self, peft_config: Any, adapter_name: str, target: Any, target_name: str, parent: Any, **kwargs: Any
+    ) -> None:
+        base = target.get_base_layer() if isinstance(target, AdapterLayer) else target
+        if isinstance(matrix_of(base), str):
+            super()._create_and_replace(peft_config, adapter_name, target, target_name, parent, **kwargs)
+            return
+        config = peft_config.lora_config(isinstance(base, Conv1D))
+        if isinstance(target, NoraLoraLinear | NoraSineLinear):
+            target.update_layer(adapter_name, config.r, config.lora_alpha, config=config)
+            return
+        layer_class = NoraSineLinear if peft_config.lora_sine else NoraLoraLinear
+        options = {"r": config.r, "lora_alpha": config.lora_alpha, "config": config}
+        layer = layer_class(target, adapter_name, quantization=get_quantization_kwargs(self.model), **options)
+        self._replace_module(parent, target_name, layer, target)
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
         # One activation may serve in several places; peft sees the first.

@@ -5,16 +5,16 @@ and b1 ... bn, as many coefficients as the degree says: G ((m + 1) r + (n + 1) r
 
 | tensor                 | shape       | tuning              | init                  | lr x | decay |
 |------------------------|-------------|---------------------|-----------------------|------|-------|
-| nlr_nora_numerator_a   | (G, m, r)   | low_rank            | N(0, 0.02^2)          | 1    | yes   |
-| nlr_nora_numerator_b   | (G, r)      | low_rank            | 0                     | 1    | yes   |
-| nlr_nora_denominator_a | (G, n, r)   | low_rank            | N(0, 0.02^2)          | 1    | yes   |
-| nlr_nora_denominator_b | (G, r)      | low_rank            | 0                     | 1    | yes   |
-| nlr_nora_numerator     | (G, m+1)    | zero_init           | 0, a shift            | 1    | yes   |
+| lora_numerator_a   | (G, m, r)   | low_rank            | N(0, 0.02^2)          | 1    | yes   |
+| lora_numerator_b   | (G, r)      | low_rank            | 0                     | 1    | yes   |
+| lora_denominator_a | (G, n, r)   | low_rank            | N(0, 0.02^2)          | 1    | yes   |
+| lora_denominator_b | (G, r)      | low_rank            | 0                     | 1    | yes   |
+| lora_numerator     | (G, m+1)    | zero_init           | 0, a shift            | 1    | yes   |
 |                        | (G, m+1)    | rational, gelu_init | the coefficients      | 1    | no    |
 |                        | (G, 1)      | constants           | 0, a shift of a0      | 1    | yes   |
-| nlr_nora_denominator   | likewise    |                     |                       |      |       |
-| nlr_nora_lora_down     | (r_l, d_in) | any                 | U(-1, 1) / sqrt(d_in) | 1    | yes   |
-| nlr_nora_lora_up       | (d_out, r_l)| any                 | 0                     | 1    | yes   |
+| lora_denominator   | likewise    |                     |                       |      |       |
+| lora_A                 | (r_l, d_in) | any                 | U(-1, 1) / sqrt(d_in) | 1    | yes   |
+| lora_B                 | (d_out, r_l)| any                 | 0                     | 1    | yes   |
 
 r_l is the config's lora_r. Two PEFT methods cannot share a model, hence LoRA within this one. An activation's
 tensors are float32, also in a model that is cast to a 16-bit type.
@@ -27,15 +27,16 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from nonlinear_lowrank.adapters.config import AdapterConfig
-from nonlinear_lowrank.adapters.weights import AdapterLayer, SineDeltaLayer, WeightLayer
+from nonlinear_lowrank.adapters.lora import LoraLinear, SineLinear
+from nonlinear_lowrank.adapters.weights import TensorLayer
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Role
 from nonlinear_lowrank.ops.precision import kept_float32, wide_dtype
-from nonlinear_lowrank.ops.sine import SineFactors
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number, check_share
 
 from .fit import RationalFit, check_range, fit_rational
@@ -163,6 +164,20 @@ class NoraConfig(AdapterConfig):
         """See `AdapterConfig`."""
         check_integer(where, value, minimum=1)
 
+    def lora_config(self, fan_in_fan_out: bool) -> Any:
+        """Return the settings of a linear's factors, as the layers take them."""
+        alpha = (1 if self.lora_sine else 2) * self.lora_r if self.lora_alpha is None else self.lora_alpha
+        config: Any = LoraConfig(
+            r=self.lora_r,
+            lora_alpha=alpha,  # type: ignore[arg-type]
+            lora_dropout=self.lora_dropout,
+            init_lora_weights=self.init_weights,
+            fan_in_fan_out=fan_in_fan_out,
+            inference_mode=self.inference_mode,
+        )
+        config.omega, config.gain = self.lora_omega, self.lora_gain
+        return config
+
     def rational(self, formula: str, channel_dim: int = -1) -> RationalConfig:
         """Return the rational activation that stands for a formula under these settings."""
         return RationalConfig(
@@ -212,10 +227,10 @@ _SIDES = ("numerator", "denominator")
 _RANDOM = 0.3  # of init_weights=False, see `reset_adapter`
 
 
-class NoraActivation(AdapterLayer):
+class NoraActivation(TensorLayer):
     """An activation, or a `RationalActivation` whose coefficients are then theta, with shifts; of any shape."""
 
-    adapter_layer_names = tuple(f"nlr_nora_{side}{factor}" for side in _SIDES for factor in ("_a", "_b", ""))
+    adapter_layer_names = tuple(f"lora_{side}{factor}" for side in _SIDES for factor in ("_a", "_b", ""))
 
     def __init__(self, base_layer: nn.Module, site: Site) -> None:
         super().__init__(base_layer)
@@ -305,7 +320,7 @@ class NoraActivation(AdapterLayer):
         return _row(fit.numerator), _row(fit.denominator)
 
     def _dict(self, side: str, factor: str = "") -> Any:
-        return getattr(self, f"nlr_nora_{side}{factor}")
+        return getattr(self, f"lora_{side}{factor}")
 
     def _first(self, name: str, side: str) -> int:
         """Return the first coefficient that a low-rank shift touches; constants stay."""
@@ -315,10 +330,10 @@ class NoraActivation(AdapterLayer):
         """Return the roles of this file's table."""
         config: NoraConfig = self.configs[name]
         if config.tuning == "low_rank":
-            return {f"nlr_nora_{side}_{factor}": Role(f"nora.{factor}") for side in _SIDES for factor in "ab"}
+            return {f"lora_{side}_{factor}": Role(f"nora.{factor}") for side in _SIDES for factor in "ab"}
         shifts = config.tuning in ("zero_init", "constants")
         role = Role("nora.shift" if shifts else "nora.coefficients", decay=shifts)
-        return {f"nlr_nora_{side}": role for side in _SIDES}
+        return {f"lora_{side}": role for side in _SIDES}
 
     # The function.
 
@@ -468,78 +483,13 @@ def _grouped(rows: Tensor, groups: int) -> Tensor:
     return rows.repeat_interleave(groups // rows.shape[0], 0)
 
 
-class _LoraLayer(WeightLayer):
-    """The factors that both layers on linears have."""
-
-    adapter_layer_names = ("nlr_nora_lora_down", "nlr_nora_lora_up")
-    nlr_nora_lora_down: Any
-    nlr_nora_lora_up: Any
-
-    def add_parameters(self, name: str, config: NoraConfig) -> None:
-        """Add the tensors of this file's table, undrawn."""
-        self.nlr_nora_lora_down[name] = self.parameter(config.lora_r, self.d_in)
-        self.nlr_nora_lora_up[name] = self.parameter(self.d_out, config.lora_r)
-
-    def reset_adapter(self, name: str) -> None:
-        """Draw the table; with init_weights=False the up factor too."""
-        nn.init.uniform_(self.nlr_nora_lora_down[name].weight, -(self.d_in**-0.5), self.d_in**-0.5)
-        config = self.configs[name]
-        nn.init.normal_(
-            self.nlr_nora_lora_up[name].weight, std=0.0 if config.init_weights else self._random_std(config)
-        )
-
-    def _random_std(self, config: NoraConfig) -> float:
-        raise NotImplementedError
-
-    def roles(self, name: str) -> Mapping[str, Role]:
-        """Return the roles of this file's table."""
-        return {"nlr_nora_lora_down": Role("nora.lora.down"), "nlr_nora_lora_up": Role("nora.lora.up")}
-
-
-class NoraLoraLinear(_LoraLayer):
+class NoraLoraLinear(LoraLinear):
     """LoRA around nn.Linear, Conv1D and quantized linears: (..., d_in) -> (..., d_out)."""
 
-    def _random_std(self, config: NoraConfig) -> float:
-        return config.lora_r**-0.5
-
-    def _scale(self, name: str) -> float:
-        config: NoraConfig = self.configs[name]
-        return 2.0 if config.lora_alpha is None else config.lora_alpha / config.lora_r
-
-    def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
-        """See `AdapterLayer`."""
-        y = self.base_layer(x, *args, **kwargs)
-        if self.quantization_backend is not None:
-            y = self.quantization_backend.maybe_clone_base_result(y)
-        for name in names:
-            down, up = (each[name]().to(x.dtype) for each in (self.nlr_nora_lora_down, self.nlr_nora_lora_up))
-            h = F.linear(F.dropout(x, self.configs[name].lora_dropout, self.training), down)
-            y = y + (self._scale(name) * F.linear(h, up)).to(y.dtype)
-        return y
-
-    def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
-        """See `WeightLayer`."""
-        wide = wide_dtype(weight)
-        total = weight.to(wide)
-        for name in names:
-            product = self.nlr_nora_lora_up[name]().to(wide) @ self.nlr_nora_lora_down[name]().to(wide)
-            total = total + self._scale(name) * product
-        return total.to(weight.dtype)
+    role = "nora.lora"
 
 
-class NoraSineLinear(_LoraLayer, SineDeltaLayer):
+class NoraSineLinear(SineLinear):
     """Sine-LoRA around the same, with lora_sine."""
 
-    def _random_std(self, config: NoraConfig) -> float:
-        return (3 * self.d_in / config.lora_r) ** 0.5 / config.lora_omega  # for phases of about 1 rad
-
-    def factors(self, name: str) -> SineFactors:
-        """Return an adapter's delta."""
-        config: NoraConfig = self.configs[name]
-        return SineFactors(
-            self.nlr_nora_lora_up[name](),
-            self.nlr_nora_lora_down[name](),
-            config.lora_omega,
-            gain=self.d_in**0.5 if config.lora_gain is None else config.lora_gain,
-            scale=1.0 if config.lora_alpha is None else config.lora_alpha / config.lora_r,
-        )
+    role = "nora.lora"

@@ -1,0 +1,528 @@
+"""Adapters on peft's own LoRA layers: their tensors, names and inits, with merging to the bit, and the sine's formula.
+
+    W' = W + scaling * B A                            `LoraLinear`, NoRA++'s
+    W' = W + scaling * sin(omega * B A) / gain        sine-LoRA, on whatever peft's LoRA adapts
+    W' = m * (W + D) / |W + D|                        sine-DoRA, with D the line above's; | | of each row, a constant
+
+A and B are peft's `lora_A` and `lora_B`, and of an embedding `lora_embedding_B.T` and `lora_embedding_A.T`. A matrix is
+(d_out, d_in): a kernel's d_in is channels times kernel size. A grouped convolution has a delta over all channels, as
+peft's LoRA has, and experts one delta each.
+
+Merging starts from the weight as it was before any adapter, kept on the CPU, and goes through the adapters sorted by
+name, in float32, with one rounding at the end. Hence unmerging is bit-equal, and merge(A); merge(B) is bit-equal to
+merge([A, B]).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import align_module_device
+from peft.tuners import lora
+from peft.tuners.lora.layer import LoraVariant
+from peft.tuners.tuners_utils import check_adapters_to_merge
+from peft.utils.quantization_utils import QuantizationBackend
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.base import Role
+from nonlinear_lowrank.ops.precision import no_autocast, wide_dtype
+from nonlinear_lowrank.ops.sine import SineFactors, dora_norm, effective_weights, sine_delta, sine_layer
+
+from .quantized import Kept, backend_of, keep_unpacked, unpack
+from .weights import AdapterLayer, AdapterTensor, is_plain
+
+_WHATS = {
+    "lora_A": "down", "lora_B": "up", "lora_embedding_A": "up", "lora_embedding_B": "down",
+    "lora_magnitude_vector": "magnitude",
+}  # fmt: skip
+
+
+class LoraLayer(AdapterLayer):
+    """Before a layer of peft's LoRA among the bases: calls and merging as all adapters of this library have them."""
+
+    weight_name: str = "weight"
+    """Name of the parameter that is adapted, in the base module."""
+    _kept: Kept | None = None
+    _kept_bias: Tensor | None = None
+    r: dict[str, int]
+    scaling: dict[str, float]
+    lora_A: Any
+    lora_B: Any
+    lora_bias: dict[str, bool]
+    lora_dropout: Any
+
+    def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
+        """Return the weight with adapters in it, formed in float32 (float64 for float64), rounded once.
+
+        `weight` is the original in its own layout, not to be written to; `names` are sorted, each present.
+        """
+        raise NotImplementedError
+
+    role: str = "lora"
+    """Beginning of the names of learning-rate roles."""
+
+    def __init__(
+        self, base_layer: nn.Module, *args: Any, quantization: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        backend = None if quantization is None else backend_of(base_layer, quantization)
+        if backend is not None:
+            keep_unpacked(base_layer)
+        self.quantization_backend: QuantizationBackend | None = backend
+        super().__init__(base_layer, *args, **kwargs)
+
+    def present(self, names: Sequence[str]) -> list[str]:
+        """See `AdapterLayer`."""
+        return sorted(name for name in names if name in self.r)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Call the module with its adapters, see `AdapterLayer`."""
+        if self.quantization_backend is not None and torch.is_grad_enabled():
+            unpack(self.get_base_layer())  # or its gradient with respect to x is lost
+        return super().forward(x, *args, **kwargs)
+
+    def original_weight(self) -> Tensor:
+        """Return the weight without adapters, dequantized, in its own layout."""
+        if self._kept is not None:
+            return self._kept.weight()
+        base = self.get_base_layer()
+        if self.quantization_backend is not None:
+            unpack(base)
+            return self.quantization_backend.get_base_weight(base).detach()
+        return _read(base, self.weight_name)
+
+    def matrices(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return an adapter's B (d_out, r) and A (r, d_in), views."""
+        return _read(self.lora_B[name]).flatten(1), _read(self.lora_A[name]).flatten(1)
+
+    def based(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the base's output, one that may be added to."""
+        y = self.base_layer(x, *args, **kwargs)
+        return y if self.quantization_backend is None else self.quantization_backend.maybe_clone_base_result(y)
+
+    def with_bias(self, bias: Tensor | None, names: Sequence[str]) -> Tensor | None:
+        """Return a bias with those of adapters that train one (lora_bias) added."""
+        for name in names:
+            if self.lora_bias[name]:
+                own = self.scaling[name] * _read(self.lora_B[name], "bias")
+                bias = own if bias is None else bias + own.to(bias.dtype)
+        return bias
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """Return learning-rate roles by the tensors' names in this module; `param_groups` asks for them."""
+        roles = {}
+        for name, _ in self.named_parameters():
+            what = _WHATS.get(name.partition(".")[0])
+            if what is not None:
+                what = "bias" if name.endswith(".bias") else what
+                roles[name] = Role(f"{self.role}.{what}", decay=what in ("down", "up"))
+        return roles
+
+    # Merging.
+
+    @torch.no_grad()
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None, *, keep: bool = True) -> None:
+        """Put adapters, by default the active ones, into the base weight beside those that are merged already.
+
+        The original is kept until `unmerge`, unless the merge is never undone. With safe_merge the result is checked
+        first; UserError where it is not finite, or the base's format cannot be merged into; nothing is changed then.
+        """
+        names = self.present(check_adapters_to_merge(self, adapter_names))
+        if not names:
+            return
+        kept, merged = self._merged(names, copy_plain=keep, check=safe_merge)
+        base: Any = self.get_base_layer()
+        together = sorted({*self.merged_adapters, *names})
+        if any(self.lora_bias[name] for name in together):
+            original = base.bias.detach().clone() if self._kept_bias is None else self._kept_bias
+            base.bias.copy_(self.with_bias(original, together))
+            self._kept_bias = original
+        kept.write(self, merged)
+        self._kept = kept if keep else None
+        self.merged_adapters = [*self.merged_adapters, *names]
+
+    @torch.no_grad()
+    def check_merge(self, adapter_names: list[str] | None) -> None:
+        """See `AdapterLayer`."""
+        wanted = self.active_adapters if adapter_names is None else adapter_names
+        if names := [name for name in self.present(wanted) if name not in self.merged_adapters]:
+            self._merged(names, copy_plain=False, check=True)
+
+    def _merged(self, names: Sequence[str], *, copy_plain: bool, check: bool) -> tuple[Kept, Tensor]:
+        """Return the original, and the weight with these adapters and those that are merged already."""
+        base = self.get_base_layer()
+        if any(self.lora_bias[name] for name in names) and getattr(base, "bias", None) is None:
+            raise UserError("an adapter with lora_bias=True cannot be merged into a layer without a bias")
+        kept = self._kept or Kept(base, self.quantization_backend, copy_plain, self.weight_name)
+        merged = self.merged_weight(kept.weight(), sorted({*self.merged_adapters, *names}))
+        biases = [self.lora_B[name].bias for name in names if self.lora_bias[name]]
+        if check and not all(each.isfinite().all() for each in (merged, *biases)):
+            raise UserError(f"merging {', '.join(map(repr, names))} gives weights that are not finite; none is merged")
+        return kept, merged
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Put the original weight back, bit-equal; does nothing where nothing is merged."""
+        if self._kept is not None:
+            self._kept.restore(self.get_base_layer())
+        if self._kept_bias is not None:
+            base: Any = self.get_base_layer()
+            base.bias.copy_(self._kept_bias)
+        self._kept, self._kept_bias, self.merged_adapters = None, None, []
+
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
+    ) -> nn.Module:
+        """Return the base module, with the adapters in it or as it was; peft calls it. No original is kept."""
+        if merge:
+            self.merge(safe_merge, adapter_names, keep=False)
+        else:
+            self.unmerge()
+        return self.get_base_layer()
+
+
+class LoraLinear(LoraLayer, lora.Linear):
+    """LoRA around nn.Linear, Conv1D and quantized linears: (..., d_in) -> (..., d_out)."""
+
+    def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
+        """See `AdapterLayer`; the factors are cast to x's type."""
+        y = self.based(x, *args, **kwargs)
+        for name in names:
+            up, down = (each.to(x.dtype) for each in self.matrices(name))
+            y = y + (self.scaling[name] * F.linear(F.linear(self.lora_dropout[name](x), down), up)).to(y.dtype)
+        return y
+
+    def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
+        """See `LoraLayer`."""
+        wide = wide_dtype(weight)
+        total = weight.to(wide)
+        for name in names:
+            up, down = self.matrices(name)
+            product = self.scaling[name] * (up.to(wide) @ down.to(wide))
+            total = total + (product.t() if self.fan_in_fan_out else product)
+        return total.to(weight.dtype)
+
+
+class SineVariant(LoraVariant):
+    """peft's hook into the making of a layer, by which omega and gain reach it."""
+
+    @staticmethod
+    def init(module: Any, adapter_name: str, config: Any, **_: Any) -> None:  # type: ignore[override]
+        """Take an adapter's settings that LoRA has not, and draw its tensors."""
+        module.start(adapter_name, config)
+
+
+class SineLayer(LoraLayer):
+    """The sine of the factors' product as the delta; subclasses say where the weight is used."""
+
+    other_param_names: tuple[str, ...] = (*lora.LoraLayer.other_param_names, "omega", "gain")
+    lora_variants: ClassVar[Mapping[Any, Any]] = {(): SineVariant, ("use_dora",): SineVariant}
+    lora_magnitude_vector: Any
+    role = "sine_lora"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.omega: dict[str, float] = {}
+        self.gain: dict[str, float | None] = {}
+        super().__init__(*args, **kwargs)
+
+    @torch.no_grad()
+    def start(self, name: str, config: Any) -> None:
+        """Take the settings; with init_lora_weights=False draw B too, for phases of about 1 rad; set DoRA's lengths."""
+        self.omega[name], self.gain[name] = config.omega, config.gain
+        up, down = self.matrices(name)
+        if config.init_lora_weights is False:
+            nn.init.uniform_(down, -(down.shape[-1] ** -0.5), down.shape[-1] ** -0.5)
+            nn.init.normal_(up, std=(3 * down.shape[-1] / self.r[name]) ** 0.5 / config.omega)
+        if config.use_dora:
+            self.lora_magnitude_vector[name] = AdapterTensor(nn.Parameter(up.new_empty(up.shape[0])))
+            self.reset_magnitude(name)
+
+    def factors(self, name: str) -> SineFactors:
+        """Return an adapter's delta."""
+        up, down = self.matrices(name)
+        gain = self.gain[name]
+        return SineFactors(
+            up,
+            down,
+            self.omega[name],
+            gain=down.shape[-1] ** 0.5 if gain is None else gain,
+            scale=float(self.scaling[name]),
+            magnitude=self.lora_magnitude_vector[name]() if name in self.lora_magnitude_vector else None,
+        )
+
+    # sine-DoRA's magnitudes.
+
+    @torch.no_grad()
+    def reset_magnitude(self, name: str) -> None:
+        """Set an adapter's magnitude to the lengths of the weight's rows."""
+        magnitude = self.lora_magnitude_vector[name].weight
+        if not magnitude.is_meta:
+            magnitude.copy_(self._lengths())
+
+    @torch.no_grad()
+    def magnitude_is_narrow_and_untrained(self, name: str) -> bool:
+        """Return whether an adapter's magnitude is just these lengths, rounded to a 16-bit type."""
+        if name not in self.lora_magnitude_vector:
+            return False
+        magnitude = self.lora_magnitude_vector[name].weight
+        if magnitude.is_meta or magnitude.dtype not in (torch.bfloat16, torch.float16):
+            return False
+        return torch.equal(magnitude, self._lengths().to(magnitude.dtype))
+
+    def _lengths(self) -> Tensor:
+        """Return (d_out), computed as the operators do, for the same bits."""
+        return dora_norm(self.original_weight(), transposed=self.transposed)
+
+    # The weight.
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the module stores its weight as (d_in, d_out)."""
+        return bool(getattr(self, "fan_in_fan_out", False))
+
+    def get_delta_weight(self, adapter: str, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what an adapter adds to the weight, float32 or wider, in its layout; peft's conversion asks."""
+        return sine_delta(self.original_weight(), self.factors(adapter), transposed=self.transposed)
+
+    def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
+        """See `LoraLayer`; formed in the module's layout, as in training."""
+        return effective_weights(weight, [self.factors(name) for name in names], transposed=self.transposed)
+
+    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
+        """Return False: peft's conversion makes linears' factors only."""
+        return False
+
+
+class _ProductLayer(SineLayer):
+    """Around linears and convolutions: one product, or the base's and the delta's, each with no more saved than x.
+
+    One with a plain base and no dropout, with the weight that merging would give.
+    """
+
+    def applied(self, x: Tensor, source: Any, bias: Tensor | None, names: Sequence[str], *, base: bool) -> Tensor:
+        """Return x through the weight with these adapters' deltas, or through the deltas alone without base."""
+        raise NotImplementedError
+
+    def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
+        """See `AdapterLayer`."""
+        dropped = [name for name in names if self.training and isinstance(self.lora_dropout[name], nn.Dropout)]
+        rest = [name for name in names if name not in dropped]
+        base = self.base_layer
+        if not dropped and is_plain(base) and getattr(base, "groups", 1) == 1:
+            return self.applied(x, base.weight, self.with_bias(base.bias, names), names, base=True)
+        y = self.based(x, *args, **kwargs)
+        parts = [(x, rest)] if rest else []
+        parts += [(self.lora_dropout[name](x), [name]) for name in dropped]
+        for part, together in parts:
+            bias = self.with_bias(None, together)
+            y = y + self.applied(part, self._source(together), bias, together, base=False).to(y.dtype)
+        return y
+
+    def _source(self, names: Sequence[str]) -> Tensor | Callable[[], Tensor] | None:
+        """Give sine-DoRA the weight: a quantized one is dequantized anew in backward, so as not to be saved."""
+        if not any(name in self.lora_magnitude_vector for name in names):
+            return None
+        return self.original_weight() if self.quantization_backend is None else self.original_weight
+
+
+class SineLinear(_ProductLayer, lora.Linear):
+    """Around nn.Linear, Conv1D and quantized linears: (..., d_in) -> (..., d_out)."""
+
+    def applied(self, x: Tensor, source: Any, bias: Tensor | None, names: Sequence[str], *, base: bool) -> Tensor:
+        """See `_ProductLayer`."""
+        factors = [self.factors(name) for name in names]
+        return sine_layer(x, source, bias, factors, base=base, transposed=self.transposed)
+
+    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
+        """Return True: an adapter adds one matrix to the weight."""
+        return True
+
+
+class _Convolution(_ProductLayer):
+    """Around a convolution of any size: (B, d_in, ...) -> (B, d_out, ...)."""
+
+    conv_fn: Any
+
+    def matrices(self, name: str) -> tuple[Tensor, Tensor]:
+        """See `SineLayer`; with groups B is block-diagonal."""
+        up, down = super().matrices(name)
+        groups: Any = self.get_base_layer().groups
+        return up if groups == 1 else torch.block_diag(*up.chunk(groups)), down
+
+    def applied(self, x: Tensor, source: Any, bias: Tensor | None, names: Sequence[str], *, base: bool) -> Tensor:
+        """See `_ProductLayer`."""
+        conv: Any = self.get_base_layer()
+        factors = [self.factors(name) for name in names]
+        if self._is_linear:
+            return sine_layer(x, source, bias, factors, base=base, stride=conv.stride)
+        weight = _sum(source, factors, base=base)
+        if weight.ndim == 2:
+            weight = weight.unflatten(1, (-1, *conv.kernel_size))
+        padding = conv.padding
+        if conv.padding_mode != "zeros":
+            x, padding = F.pad(x, conv._reversed_padding_repeated_twice, mode=conv.padding_mode), 0
+        bias = None if bias is None else bias.to(x.dtype)
+        y: Tensor = self.conv_fn(x, weight.to(x.dtype), bias, conv.stride, padding, conv.dilation)
+        return y
+
+    @property
+    def _is_linear(self) -> bool:
+        base: Any = self.get_base_layer()
+        plain = base.padding in ((0, 0), "valid", "same") and base.groups == 1
+        return isinstance(base, nn.Conv2d) and base.kernel_size == (1, 1) and plain
+
+    def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
+        """See `LoraLayer`; refuse groups, whose weight has not the delta's channels."""
+        base: Any = self.get_base_layer()
+        if base.groups > 1:
+            raise UserError("an adapter on a convolution with groups cannot be merged; keep it as an adapter")
+        if self._is_linear:
+            return super().merged_weight(weight, names)
+        return _sum(weight, [self.factors(name) for name in names]).view_as(weight)
+
+
+class SineConv1d(_Convolution, lora.layer.Conv1d):
+    """Around nn.Conv1d."""
+
+
+class SineConv2d(_Convolution, lora.layer.Conv2d):
+    """Around nn.Conv2d."""
+
+
+class SineConv3d(_Convolution, lora.layer.Conv3d):
+    """Around nn.Conv3d."""
+
+
+class _ParameterLayer(SineLayer):
+    """Around a module that reads a parameter itself: it is called with the sum in the parameter's place."""
+
+    lora_variants: ClassVar[Mapping[Any, Any]] = {(): None}
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: Any, config: Any, **kwargs: Any) -> None:
+        """Add an adapter as peft does, and start it: peft has no variants here."""
+        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)  # type: ignore[misc]
+        self.start(adapter_name, config)
+
+    def sums(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return what to put in the place of which parameters of the base layer."""
+        base, path = self.base_layer, ""
+        while base is not self.get_base_layer():
+            base, path = base.base_layer, f"{path}base_layer."
+        return {f"{path}{self.weight_name}": self.merged_weight(self.original_weight(), names)}
+
+    def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
+        """See `LoraLayer`; differentiable."""
+        return _sum(weight, [self.factors(name) for name in names], transposed=self.transposed)
+
+    def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
+        """See `AdapterLayer`."""
+        result: Tensor = functional_call(self.base_layer, self.sums(names), (x, *args), kwargs)
+        return result
+
+    def _mixed(self, x: Tensor, adapter_names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
+        raise UserError(f"adapter_names cannot be used with an adapter on a {type(self.get_base_layer()).__name__}")
+
+
+class SineMultiheadAttention(_ParameterLayer, lora.layer.MultiheadAttention):
+    """Around nn.MultiheadAttention, on in_proj_weight and out_proj, as peft's."""
+
+    weight_name = "in_proj_weight"
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: Any, r: int, lora_alpha: float, **rest: Any):
+        super().__init__(base_layer, adapter_name, config, r, lora_alpha, **rest)
+        plain = base_layer.out_proj.get_base_layer()  # type: ignore[union-attr,operator]
+        base_layer.out_proj = SineLinear(plain, adapter_name, config, r, lora_alpha, **rest)
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        return False  # or nn.TransformerEncoderLayer reads the weights instead of calling this module
+
+    def sums(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """See `_ParameterLayer`."""
+        out = self.base_layer.out_proj
+        weight = _sum(out.original_weight(), [out.factors(name) for name in names])
+        return super().sums(names) | {"out_proj.base_layer.weight": weight}
+
+    def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """Call the module; query by position or name."""
+        return super().forward(query, *args, **kwargs)
+
+    def unmerge(self) -> None:
+        """See `LoraLayer`; out_proj merges by itself, and is a part of this module."""
+        super().unmerge()
+        self.base_layer.out_proj.unmerge()
+
+    def unload_and_optionally_merge_module(self, *args: Any, **kwargs: Any) -> Any:
+        """See `LoraLayer`."""
+        base: Any = super().unload_and_optionally_merge_module(*args, **kwargs)
+        base.out_proj = base.out_proj.unload_and_optionally_merge_module(*args, **kwargs)
+        return base
+
+    def _restore_weights(self) -> None:
+        """Do nothing: the weights never leave their places."""
+
+
+class ParamWrapper(_ParameterLayer, lora.layer.ParamWrapper):
+    """Around a module's matrix, or experts (E, d_in, d_out) or (E, d_out, d_in); peft goes by the class's name."""
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, parameter_name: str, *args: Any, **kwargs: Any):
+        self.weight_name = parameter_name
+        super().__init__(base_layer, adapter_name, parameter_name, *args, **kwargs)
+
+    def matrices(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return B (d_out, r) and A (r, d_in), or (E, d_out, r) and (E, r, d_in) of experts."""
+        up, down = _read(self.lora_B[name]), _read(self.lora_A[name])
+        if self._param_ndim == 2:
+            return up, down
+        experts: int = self.num_experts
+        return up.unflatten(1, (-1, experts)).permute(2, 0, 1), down.unflatten(0, (experts, -1))
+
+    @property
+    def transposed(self) -> bool:
+        """Whether experts are stored as (E, d_in, d_out)."""
+        return self._param_ndim == 3 and not self._did_swap_in_out_features
+
+    def get_delta_weight(self, adapter: str, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """See `SineLayer`."""
+        delta = _delta(None, self.factors(adapter))
+        return delta.mT if self.transposed else delta
+
+
+def _read(module: nn.Module, name: str = "weight") -> Tensor:
+    """Return a module's parameter; an offloaded one is on meta but for the module's own forward."""
+    if not hasattr(module, "_hf_hook"):
+        return getattr(module, name)
+    with align_module_device(module):
+        return getattr(module, name)
+
+
+def _delta(matrix: Tensor | None, factors: SineFactors) -> Tensor:
+    """Return one delta (..., d_out, d_in), differentiable, in the order of operations of `ops.sine.Delta`."""
+    dtype = wide_dtype(*(each for each in (matrix, factors.up, factors.down) if each is not None))
+    sine = ((factors.up.to(dtype) * factors.omega) @ factors.down.to(dtype)).sin() * factors.amplitude
+    if factors.magnitude is None:
+        return sine
+    assert matrix is not None
+    norm = torch.linalg.vector_norm((sine + matrix).detach(), dim=-1)
+    ratio = torch.where(norm > 0, factors.magnitude.to(dtype) / norm, 1.0)[:, None]
+    return sine * ratio + matrix * (ratio - 1)
+
+
+def _sum(
+    weight: Tensor | None, factors: Sequence[SineFactors], *, base: bool = True, transposed: bool = False
+) -> Tensor:
+    """Return the weight with deltas in its layout and type, or without base the deltas alone (d_out, d_in), wide."""
+    matrix = None
+    if weight is not None:
+        matrix = weight.mT if transposed else weight.flatten(1) if factors[0].up.ndim == 2 else weight
+    with no_autocast(factors[0].up):
+        total = matrix if base else None
+        for each in factors:
+            delta = _delta(matrix, each)
+            total = delta if total is None else delta + total
+    assert total is not None
+    if weight is None or not base:
+        return total
+    return (total.mT if transposed else total.view_as(weight)).to(weight.dtype)
