@@ -14,7 +14,7 @@ merge([A, B]).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from torch.func import functional_call
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Role
-from nonlinear_lowrank.ops.precision import no_autocast, wide_dtype
+from nonlinear_lowrank.ops.precision import autocast_input, no_autocast, wide_dtype
 from nonlinear_lowrank.ops.sine import SineFactors, dora_norm, effective_weights, sine_delta, sine_layer
 
 from .quantized import Kept, backend_of, keep_unpacked, unpack
@@ -217,7 +217,7 @@ class SineVariant(LoraVariant):
 class SineLayer(LoraLayer):
     """The sine of the factors' product as the delta; subclasses say where the weight is used."""
 
-    other_param_names: tuple[str, ...] = (*lora.LoraLayer.other_param_names, "omega", "gain")
+    other_param_names: tuple[str, ...] = (*lora.LoraLayer.other_param_names, "omega", "gain", "cached")
     lora_variants: ClassVar[Mapping[Any, Any]] = {(): SineVariant, ("use_dora",): SineVariant}
     lora_magnitude_vector: Any
     role = "sine_lora"
@@ -225,12 +225,13 @@ class SineLayer(LoraLayer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.omega: dict[str, float] = {}
         self.gain: dict[str, float | None] = {}
+        self.cached: dict[str, int] = {}
         super().__init__(*args, **kwargs)
 
     @torch.no_grad()
     def start(self, name: str, config: Any) -> None:
         """Take the settings; with init_lora_weights=False draw B too, for phases of about 1 rad; set DoRA's lengths."""
-        self.omega[name], self.gain[name] = config.omega, config.gain
+        self.omega[name], self.gain[name], self.cached[name] = config.omega, config.gain, config.cached_weights
         up, down = self.matrices(name)
         if config.init_lora_weights is False:
             nn.init.uniform_(down, -(down.shape[-1] ** -0.5), down.shape[-1] ** -0.5)
@@ -295,11 +296,83 @@ class SineLayer(LoraLayer):
         return False
 
 
+class _Formed(NamedTuple):
+    """A weight with adapters in it, and what it was formed from."""
+
+    weight: Tensor
+    tensors: list[Tensor]
+    versions: list[int]
+    copies: list[Tensor]
+    settings: list[Any]
+
+
 class _ProductLayer(SineLayer):
     """Around linears and convolutions: one product, or the base's and the delta's, each with no more saved than x.
 
-    One with a plain base and no dropout, with the weight that merging would give.
+    One with a plain base and no dropout, with the weight that merging would give. In evaluation without gradients that
+    weight is kept, by the adapters in it, until something that it was formed from changes.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._formed: dict[tuple[str, ...], _Formed] = {}
+        super().__init__(*args, **kwargs)
+
+    def multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x through a weight as `applied` multiplies, for the same bits."""
+        raise NotImplementedError
+
+    def _keeps(self, names: Sequence[str]) -> bool:
+        weight = self.base_layer.weight
+        changing = torch.is_grad_enabled() or self.training or torch.compiler.is_compiling()
+        return not (changing or weight.is_meta or weight.is_inference()) and all(self.cached[name] for name in names)
+
+    def formed(self, names: Sequence[str]) -> Tensor:
+        """Return the weight with these adapters in it, in the base's layout and type; formed again after a change.
+
+        Writes that autograd counts are seen, and those past it (`.data`) to an adapter on the CPU; saving, loading and
+        moving the module, and a call with gradients, also drop what was kept.
+        """
+        key = tuple(names)
+        tensors = [self.base_layer.weight]
+        for name in names:
+            up, down, magnitude = self.lora_B[name], self.lora_A[name], name in self.lora_magnitude_vector
+            tensors += [up.weight, down.weight, *([self.lora_magnitude_vector[name].weight] if magnitude else [])]
+        settings = [each[name] for each in (self.omega, self.gain, self.scaling) for name in names]
+        if (known := self._formed.get(key)) is not None:
+            same = all(now is then for now, then in zip(tensors, known.tensors, strict=True))
+            same = same and settings == known.settings
+            if (
+                same
+                and [each._version for each in tensors] == known.versions
+                and all(
+                    now.data_ptr() == then.data_ptr() if then.is_cuda else torch.equal(now, then)
+                    for now, then in zip(tensors[1:], known.copies, strict=True)
+                )
+            ):
+                return known.weight
+        weight = self.merged_weight(tensors[0], names)
+        copies = [each.detach() if each.is_cuda else each.detach().clone() for each in tensors[1:]]
+        self._formed.pop(key, None)
+        while len(self._formed) >= max(self.cached[name] for name in names):
+            del self._formed[next(iter(self._formed))]
+        self._formed[key] = _Formed(weight, tensors, [each._version for each in tensors], copies, settings)
+        return weight
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._formed.clear()  # peft's hotswap reads the state, and then writes to `.data`
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._formed.clear()
+        return super()._apply(*args, **kwargs)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Delete an adapter as peft does, and the weights that it was in."""
+        self._formed.clear()
+        super().delete_adapter(adapter_name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_formed": {}}
 
     def applied(self, x: Tensor, source: Any, bias: Tensor | None, names: Sequence[str], *, base: bool) -> Tensor:
         """Return x through the weight with these adapters' deltas, or through the deltas alone without base."""
@@ -310,7 +383,11 @@ class _ProductLayer(SineLayer):
         dropped = [name for name in names if self.training and isinstance(self.lora_dropout[name], nn.Dropout)]
         rest = [name for name in names if name not in dropped]
         base = self.base_layer
+        if torch.is_grad_enabled() or self.training:
+            self._formed.clear()
         if not dropped and is_plain(base) and getattr(base, "groups", 1) == 1:
+            if self._keeps(names):
+                return self.multiplied(x, self.formed(names), self.with_bias(base.bias, names))
             return self.applied(x, base.weight, self.with_bias(base.bias, names), names, base=True)
         y = self.based(x, *args, **kwargs)
         parts = [(x, rest)] if rest else []
@@ -327,6 +404,12 @@ class _ProductLayer(SineLayer):
         return self.original_weight() if self.quantization_backend is None else self.original_weight
 
 
+def cached_bytes(model: nn.Module) -> int:
+    """Return the bytes of the weights with adapters in them that a model's layers keep in evaluation."""
+    layers = [layer for layer in model.modules() if isinstance(layer, _ProductLayer)]
+    return sum(kept.weight.nbytes for layer in layers for kept in layer._formed.values())
+
+
 class SineLinear(_ProductLayer, lora.Linear):
     """Around nn.Linear, Conv1D and quantized linears: (..., d_in) -> (..., d_out)."""
 
@@ -334,6 +417,16 @@ class SineLinear(_ProductLayer, lora.Linear):
         """See `_ProductLayer`."""
         factors = [self.factors(name) for name in names]
         return sine_layer(x, source, bias, factors, base=base, transposed=self.transposed)
+
+    def multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `_ProductLayer`."""
+        x = autocast_input(x)
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+        if not self.transposed:
+            return F.linear(x, weight, bias)
+        flat = x.reshape(-1, x.shape[-1])
+        y = torch.mm(flat, weight) if bias is None else torch.addmm(bias, flat, weight)
+        return y.view(*x.shape[:-1], weight.shape[1])
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         """Return True: an adapter adds one matrix to the weight."""
@@ -358,9 +451,12 @@ class _Convolution(_ProductLayer):
         if self._is_linear:
             return sine_layer(x, source, bias, factors, base=base, stride=conv.stride)
         weight = _sum(source, factors, base=base)
-        if weight.ndim == 2:
-            weight = weight.unflatten(1, (-1, *conv.kernel_size))
-        padding = conv.padding
+        return self.multiplied(x, weight if base else weight.unflatten(1, (-1, *conv.kernel_size)), bias)
+
+    def multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See `_ProductLayer`."""
+        conv: Any = self.get_base_layer()
+        x, padding = autocast_input(x), conv.padding
         if conv.padding_mode != "zeros":
             x, padding = F.pad(x, conv._reversed_padding_repeated_twice, mode=conv.padding_mode), 0
         bias = None if bias is None else bias.to(x.dtype)

@@ -110,6 +110,8 @@ class NoraConfig(AdapterConfig):
     """Frequency, with lora_sine."""
     lora_gain: float | None = None
     """Divisor, with lora_sine. None: the square root of the input width."""
+    lora_cached_weights: int = 4
+    """Number of weights with adapters in them that a layer keeps in evaluation, with lora_sine. 0: none."""
     fits: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Coefficients that were fitted, by activation: filled in when the adapter is made and saved with it, so that
     it does not depend on what a later version fits."""
@@ -137,6 +139,7 @@ class NoraConfig(AdapterConfig):
         self._check_combinations()
         check_number("init_std", self.init_std, above=0)
         check_integer("lora_r", self.lora_r, minimum=0)
+        check_integer("lora_cached_weights", self.lora_cached_weights, minimum=0)
         check_share("lora_dropout", self.lora_dropout)
         check_number("lora_omega", self.lora_omega, above=0)
         for name in ("lora_alpha", "lora_gain"):
@@ -175,7 +178,7 @@ class NoraConfig(AdapterConfig):
             fan_in_fan_out=fan_in_fan_out,
             inference_mode=self.inference_mode,
         )
-        config.omega, config.gain = self.lora_omega, self.lora_gain
+        config.omega, config.gain, config.cached_weights = self.lora_omega, self.lora_gain, self.lora_cached_weights
         return config
 
     def rational(self, formula: str, channel_dim: int = -1) -> RationalConfig:

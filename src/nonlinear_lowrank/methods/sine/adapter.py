@@ -82,6 +82,9 @@ class SineLoraConfig(NamedConfig, LoraConfig):
     """The divisor g of the sine. None: the square root of the input width (sine_lowrank.txt, A.2)."""
     omega_pattern: dict[str, float] = field(default_factory=dict)
     """{module name or regular expression: omega} where it differs."""
+    cached_weights: int = 4
+    """In evaluation a layer keeps so many weights with adapters in them, one for each adapter that is called, and a
+    generated token costs as with a merged model. Each is as large as the layer's weight. 0: none."""
 
     def __post_init__(self) -> None:
         for name in _NOT_SINE:
@@ -92,6 +95,7 @@ class SineLoraConfig(NamedConfig, LoraConfig):
                 f"init_lora_weights={self.init_lora_weights!r} starts from B A as the delta, and here it is inside a "
                 "sine; use True, 'gaussian', 'orthogonal' or False"
             )
+        check_integer("cached_weights", self.cached_weights, minimum=0)
         check_share("lora_dropout", self.lora_dropout)
         self.check_fields()
         if self.lora_alpha is None:
