@@ -29,6 +29,24 @@ def find_model(path: str, *, adapters: bool = False) -> Path:
     raise UserError(f"no model in {path}: neither config.json nor model/config.json is there")
 
 
+def find_base(folder: Path, base: str | None = None) -> str | None:
+    """Return the folder of an adapter's base model where it is packaged (`base`, or the name that the adapter has), or
+    the recipe of its run folder has it; else `base`."""
+    from nlr_lab.runtime.storage import read_json
+    from nlr_lab.tasks.finetune.pretrained import PACKAGED, Pretrained
+    from nonlinear_lowrank.hub.loading import ADAPTER_CONFIG, is_adapter
+
+    if not is_adapter(folder):
+        return base
+    named = base or str(read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path"))
+    if base is None and (recipe := folder.parent / "recipe.json").is_file():
+        checkpoint = read_json(recipe, recipe=dict)["recipe"]["task"].get("model", {}).get("checkpoint", "")
+        named = checkpoint if checkpoint and Path(checkpoint).expanduser().exists() else named
+    if named in PACKAGED or (base is None and Path(named).expanduser().exists()):
+        return Pretrained(checkpoint=named).where()
+    return base
+
+
 def check_parent(path: str | Path | None, option: str) -> None:
     """Raise UserError where the folder of a file that is to be written is not there."""
     if path is not None and not Path(path).absolute().parent.is_dir():
@@ -46,7 +64,7 @@ def open_language_model(folder: Path, device: str, base: str | None = None) -> A
     chosen = choose_device(device)
     logging.disable_progress_bar()  # a bar of milliseconds, in the middle of what the command prints
     if is_adapter(folder):
-        return load_causal_adapter(folder, base=base).to(chosen)
+        return load_causal_adapter(folder, base=find_base(folder, base)).to(chosen)
     if base is not None:
         raise UserError(f"--base is for adapters; {folder} holds a whole model")
     check_causal(folder)
@@ -58,4 +76,6 @@ def open_tokenizer(folder: Path, base: str | None = None) -> Any:
     from nonlinear_lowrank.hub import load_tokenizer
     from nonlinear_lowrank.hub.loading import is_adapter, load_adapter_tokenizer
 
-    return load_adapter_tokenizer(folder, base=base) if is_adapter(folder) else load_tokenizer(folder)
+    return (
+        load_adapter_tokenizer(folder, base=find_base(folder, base)) if is_adapter(folder) else load_tokenizer(folder)
+    )

@@ -9,7 +9,7 @@ from tyro.conf import FlagCreatePairsOff, Positional
 
 from nonlinear_lowrank.errors import UserError
 
-from .checkpoint import find_model
+from .checkpoint import find_base, find_model
 from .options import parse
 
 
@@ -103,7 +103,8 @@ def run_merge(arguments: list[str]) -> None:
     from nonlinear_lowrank.hub.merging import merge_adapter
 
     logging.disable_progress_bar()
-    print(merge_adapter(folder, options.output, base=options.base, dtype=options.dtype))
+    base = find_base(folder, options.base)
+    print(merge_adapter(folder, options.output, base=base, dtype=options.dtype))
 
 
 def run_verify(arguments: list[str]) -> None:

@@ -110,7 +110,7 @@ def run_finetune(arguments: list[str]) -> None:
     if former is not None:
         print(former.verdict(result, Path(options.out)))
     model = Path(options.out) / "model"
-    print(f"{model}\nto load it:\n{loading_code(model)}")
+    print(f"{model}\nto load it:\n{loading_code(model, recipe.task.model.where())}")
 
 
 def run_fit(arguments: list[str]) -> None:

@@ -104,8 +104,8 @@ def run_training(
 
         model: Any = build_model(recipe, prepared)
         plain_parameters = count_parameters(model)
-        if hasattr(model, "write_base"):  # its adapter then finds the base, which is written into this folder
-            model.name_or_path = str(folder.base.resolve())
+        if recipe.task.pretrained:  # peft writes it into the adapter's config
+            model.name_or_path = model.config.name_or_path = recipe.task.model.portable_name()
         model = apply_arm(recipe, arm, model, verbose=report and not quiet)
         parameters = count_parameters(model)
         known = {

@@ -1,11 +1,13 @@
 """The folder of one training run: may it be written to, its files (docs/training.md lists them), the same run again."""
 
 import json
+import shlex
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+from nlr_lab.recipes import RECIPES, get_recipe
 from nlr_lab.runtime.environment import determinism, provenance
 from nlr_lab.runtime.storage import (
     disk_errors,
@@ -18,6 +20,7 @@ from nlr_lab.runtime.storage import (
 from nlr_lab.tasks.task import changed_files, data_record
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.card import shown_name, table, write_card
+from nonlinear_lowrank.hub.loading import BASE
 from nonlinear_lowrank.hub.storage import hash_file, staged_folder, versions
 
 from .arms import is_adapted
@@ -43,8 +46,6 @@ class RunFolder:
 
     def __init__(self, path: Path, recipe: Recipe) -> None:
         self.path, self.recipe = path, recipe
-        self.base = path / MODEL / "base"
-        """The base of an adapter, where it is written too."""
         self._held = ExitStack()
 
     def check(self, *, resume: bool, overwrite: bool) -> TrainResult | None:
@@ -96,7 +97,7 @@ class RunFolder:
             model = trainer.plain_model()
             base: Any = model.get_base_model() if is_adapted(model) else None
             if hasattr(base, "write_base"):
-                base.write_base(folder / "base")
+                base.write_base(folder / BASE)
             data = read_json(self.path / DATA, sources=dict, fingerprint=str)
             _write_card(folder, self.recipe, result, data)
 
@@ -117,12 +118,7 @@ def _write_card(folder: Path, recipe: Recipe, result: TrainResult, data: dict[st
     rows: dict[str, Any] = {"fingerprint of the data as trained on": f"`{data['fingerprint']}`"}
     for setting, about in data["sources"].items():
         rows[setting] = shown_name(about["name"]) + (f", sha256 `{about['sha256']}`" if about.get("sha256") else "")
-    settings = {}
-    for name, value in flatten(recipe.to_dict()).items():
-        paths = ("source", "valid_source", "tokenizer", "checkpoint", "cache_dir")  # written by their last part
-        path = name.rpartition(".")[2] in paths and isinstance(value, str) and PurePath(value).name != value
-        if name.startswith(("task.", "train.", "arm.")) and value not in (None, [], ""):
-            settings[name] = shown_name(value) if path else value
+    given = {name: value for name, value in _settings(recipe).items() if value not in (None, [], "")}
     again = "`nlr train --from RUN`, or `nlr finetune --from RUN`, repeats it from its run folder."
     numbers: dict[str, Any] = {"runs": "n = 1", "seed": result.seed, "learning rate": result.lr, "steps": result.steps}
     numbers["evaluation loss"] = result.final_loss
@@ -141,15 +137,43 @@ def _write_card(folder: Path, recipe: Recipe, result: TrainResult, data: dict[st
         folder,
         title=f"{recipe.name}, {arm.name}",
         summary=f"A model {how}, {result.steps:,} steps, by nonlinear-lowrank's recipe `{recipe.name}`.",
-        command=f"nlr {'finetune' if tuned else 'train'} {recipe.name} --arm {arm}",
+        command=command_of(recipe),
         base=bases[0] if tuned and bases else None,
         sections={
             "Data": table(rows),
-            "Training": f"{again}\n\n```json\n{json.dumps(settings, indent=1)}\n```",
+            "Training": f"{again}\n\n```json\n{json.dumps(given, indent=1)}\n```",
             "Results": table(numbers),
         },
         limits=("The numbers are of one run (n = 1): they say nothing about how much a seed moves them.",),
     )
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """Return all settings of a run by their dotted names, paths by their last part."""
+    paths, shown = ("source", "valid_source", "tokenizer", "checkpoint", "cache_dir"), {}
+    for name, value in flatten(recipe.to_dict()).items():
+        path = name.rpartition(".")[2] in paths and isinstance(value, str) and PurePath(value).name != value
+        if name.startswith(("task.", "train.", "arm.")):
+            shown[name] = shown_name(value) if path else value
+    return shown
+
+
+def command_of(recipe: Recipe) -> str:
+    """Return the command that makes a run: the recipe, the arm, and all that is not as the recipe has it, paths by
+    their last part. A recipe that is none of `nlr` has no command but its Python."""
+    if recipe.name not in RECIPES:
+        return f"run_training(recipe, out), a recipe {recipe.name!r} of its own"
+    words = ["nlr", RECIPES[recipe.name].command, recipe.name, "--arm", str(recipe.arm)]
+    own = _settings(get_recipe(recipe.name))
+    for name, value in _settings(recipe).items():
+        if name.startswith("arm.") or own.get(name, ...) == value:
+            continue
+        stem, _, last = name.replace("_", "-").rpartition(".")
+        if isinstance(value, bool):
+            words.append(f"--{stem}.{'' if value else 'no-'}{last}")
+        else:
+            words += [f"--{stem}.{last}", *map(str, value if isinstance(value, list) else [value])]
+    return shlex.join(words)
 
 
 # --- the same run again ---------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 
 from nonlinear_lowrank.methods.base import method_named
 
-from .loading import ADAPTER_CONFIG, head_labels, is_mergeable
+from .loading import ADAPTER_CONFIG, BASE, base_class, head_labels, is_mergeable
 from .registration import CLASS_PREFIX, FIELD, TYPE_PREFIX
 from .storage import CARD, read_json, versions
 
@@ -21,7 +21,6 @@ _PEFT_LOADING = re.compile(r"## Loading\n\n```python\n.*?\n```\n?", re.DOTALL)  
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Of an adapter's config: what peft keeps for itself.
 _NOT_SETTINGS = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"}
-_PEFT_CLASSES = {"SEQ_CLS": "AutoPeftModelForSequenceClassification", "CAUSAL_LM": "AutoPeftModelForCausalLM"}
 _PIPELINES = {
     "ForCausalLM": "text-generation",
     "ForMaskedLM": "fill-mask",
@@ -73,7 +72,7 @@ def write_card(
     parts += [f"## Method: {name}\n\n{table(settings)}" for name, settings in methods.items()]
     parts += [f"## {heading}\n\n{text}" for heading, text in (sections or {}).items()]
     if config or methods:
-        code = loading_code(folder).replace(f'"{folder}"', '"this folder"')
+        code = loading_code(folder).replace(f'"{folder}', '"this folder')
         parts.append(f"## Loading\n\n```python\n{code}\n```")
     limits = [*_limits(folder, config, adapter), *limits]
     parts += ["## Limits", "\n".join(f"- {line}" for line in limits), "## Versions", table(versions())]
@@ -129,15 +128,21 @@ def _limits(folder: Path, config: Mapping[str, Any], adapter: Mapping[str, Any])
     return [*lines, "Nothing was checked beyond the numbers above: bias, safety and other data were not looked at."]
 
 
-def loading_code(folder: Path) -> str:
-    """Return Python that loads a model's or an adapter's folder in a fresh process."""
+def loading_code(folder: Path, base: str | None = None) -> str:
+    """Return Python that loads a model's or an adapter's folder in a fresh process; `base` is where an adapter's base
+    is, None: as the adapter names it."""
     ours = ["import nonlinear_lowrank"] if _needs_package(folder) else []
     if adapter := _read(folder / ADAPTER_CONFIG):
-        name = _PEFT_CLASSES.get(str(adapter.get("task_type")), "AutoPeftModel")
+        named = base or str(adapter.get("base_model_name_or_path"))
+        name = base_class(adapter) or "AutoModel"
         # A base knows its own number of labels, or none: that of the adapter's head must be told.
-        labels = None if (folder / "base").is_dir() else head_labels(folder)
+        labels = head_labels(folder)
         more = "" if labels is None else f", num_labels={labels}, ignore_mismatched_sizes=True"
-        return "\n".join([*ours, f"from peft import {name}", f'model = {name}.from_pretrained("{folder}"{more})'])
+        if (folder / BASE).is_dir():
+            more, named = "" if named == "minilm" else f', encoder_checkpoint="{named}"', str(folder / BASE)
+        imports = ["from peft import PeftModel", f"from transformers import {name}"]
+        code = [f'base = {name}.from_pretrained("{named}"{more})']
+        return "\n".join([*ours, *imports, *code, f'model = PeftModel.from_pretrained(base, "{folder}")'])
     config = read_json(folder / "config.json")
     name = (config.get("architectures") or ["AutoModel"])[0].removeprefix(CLASS_PREFIX)
     if ours:  # concrete classes would load the dense part alone
@@ -152,6 +157,6 @@ def loading_code(folder: Path) -> str:
 def _needs_package(folder: Path) -> bool:
     """Return whether a model's or an adapter's folder is of a kind that only this package knows."""
     if adapter := _read(folder / ADAPTER_CONFIG):
-        return str(adapter.get("peft_type", "")).startswith("NLR_") or (folder / "base").is_dir()
+        return str(adapter.get("peft_type", "")).startswith("NLR_") or (folder / BASE).is_dir()
     config = read_json(folder / "config.json")
     return bool(config.get(FIELD)) or str(config.get("model_type", "")).startswith(("nlr_", TYPE_PREFIX))

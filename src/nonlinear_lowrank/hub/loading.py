@@ -1,7 +1,7 @@
 """Loading models, adapters and tokenizers from a folder that a user gave: checked first, strict, no pickle, no code."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,15 @@ from .storage import check_folder, check_hashes, check_model_folder, read_json, 
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+BASE = "base"  # in an adapter's folder: the base's config, where transformers has no such class
+_AUTO = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoModel",
+}
 _HEADS = {f"base_model.model.{head}.weight" for head in ("classifier", "score", "classifier.out_proj")}
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
@@ -125,11 +134,22 @@ def is_adapter(path: str | Path) -> bool:
 
 
 def base_of(path: str | Path, base: str | None = None) -> str:
-    """Return the folder or hub name of an adapter's base model: `base`, or else the one that the adapter names."""
+    """Return the folder or hub name of an adapter's base model: `base`, the one that lies in the adapter's folder, or
+    the one that the adapter names."""
+    from .pooled import find_encoder
+
     named = base or read_json(check_folder(path) / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
         raise UserError(f"{Path(path) / ADAPTER_CONFIG} names no base model (base_model_name_or_path); pass --base")
-    return named
+    if named.startswith((".", "/", "~")) and not Path(named).expanduser().is_dir():
+        raise UserError(f"the base model {named!r} of {path} is no folder here; pass --base FOLDER")
+    return str(Path(path) / BASE) if base is None and (Path(path) / BASE).is_dir() else find_encoder(named)
+
+
+def base_class(config: Mapping[str, Any]) -> str:
+    """Return the name of transformers' class that loads the base of an adapter's config; empty where it has none."""
+    task, mapping = config.get("task_type"), config.get("auto_mapping")
+    return _AUTO.get(task or "") or str((mapping or {}).get("base_model_class") or "")
 
 
 def is_mergeable(peft_type: str) -> bool:

@@ -22,18 +22,20 @@ from nonlinear_lowrank.validation import one_line, require
 from .card import shown_name, table, write_card
 from .classes import make_saveable
 from .conversion import copy_companions, first_output, random_inputs
-from .loading import ADAPTER_CONFIG, base_of, check_weights, head_labels, is_mergeable, load_model, quiet_loading
+from .loading import (
+    ADAPTER_CONFIG,
+    BASE,
+    base_class,
+    base_of,
+    check_weights,
+    head_labels,
+    is_mergeable,
+    load_model,
+    quiet_loading,
+)
 from .registration import FIELD
 from .storage import check_folder, check_new_or_empty, read_json, staged_output
 
-_AUTO = {
-    "CAUSAL_LM": "AutoModelForCausalLM",
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
-    "TOKEN_CLS": "AutoModelForTokenClassification",
-    "QUESTION_ANS": "AutoModelForQuestionAnswering",
-    "FEATURE_EXTRACTION": "AutoModel",
-}
 # Root mean square of a difference over that of the outputs, where both were computed in one type from the same weights:
 # about 1e-6 in float32, more where a router's near tie goes the other way, and far more where a merge is wrong. In a
 # narrower type the square root of its precision, where that is more: 0.03 in float16, 0.09 in bfloat16.
@@ -86,6 +88,7 @@ def merge_adapter(
         raise UserError(f"the output folder {output} is inside the adapter's; choose another")
     check_weights(folder)
     named = base_of(folder, base)
+    shown = shown_name(config.get("base_model_name_or_path") or named)
 
     adapted, main, types = _adapted(folder, config, named, dtype)
     plain: Any = adapted.get_base_model()
@@ -115,7 +118,8 @@ def merge_adapter(
     with staged_output(output, {}) as place:
         model.save_pretrained(place)
         del model, adapted, plain
-        copied = set(copy_companions(Path(named), place) if Path(named).is_dir() else ())
+        plain_base = Path(named).is_dir() and not (folder / BASE).is_dir()  # an encoder's say that it is no classifier
+        copied = set(copy_companions(Path(named), place) if plain_base else ())
         copied |= {*copy_companions(folder, place, without=ADAPTER_CONFIG)}  # added tokens win
         after, _ = first_output(load_model(place), inputs)
         if rounded is not None:
@@ -126,13 +130,13 @@ def merge_adapter(
         results = f"{measured} adapted and merged, on random inputs, one measurement (n = 1): {numbers}."
         write_card(
             place,
-            title=f"{shown_name(named)} with a merged {peft_type} adapter",
+            title=f"{shown} with a merged {peft_type} adapter",
             summary="A base model with an adapter folded into its weights.",
             command="nlr merge ADAPTER OUT",
-            base=named,
+            base=shown,
             sections={"Adapter": table(settings), "Results": results},
         )
-    lines = [f"{peft_type} adapter merged into {named}", f"{measured} adapted and merged: {numbers}"]
+    lines = [f"{peft_type} adapter merged into {shown}", f"{measured} adapted and merged: {numbers}"]
     if untied:
         lines.append("the output head has a weight of its own now, no longer the embedding's")
     lines.append(f"copied {', '.join(sorted(copied)) or 'no other files'}")
@@ -190,14 +194,15 @@ def _adapted(
     """
     from peft import PeftModel
 
-    class_name = _AUTO.get(config.get("task_type") or "") or (config.get("auto_mapping") or {}).get("base_model_class")
     load: Any = load_model
     options: dict[str, Any] = {}
-    if (known := getattr(transformers, class_name or "", None)) is not None:
+    if (known := getattr(transformers, base_class(config), None)) is not None:
         load, options = known.from_pretrained, {"use_safetensors": True, "trust_remote_code": False}
         options |= {"revision": config["revision"]} if config.get("revision") else {}
         if (labels := head_labels(folder)) is not None:
             options |= {"num_labels": labels, "ignore_mismatched_sizes": True}  # the adapter brings the head
+    if (folder / BASE).is_dir() and Path(named) != folder / BASE:  # --base names the encoder of a mean-pooled model
+        options["encoder_checkpoint"], named = named, str(folder / BASE)
     try:
         with quiet_loading(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # see _untie

@@ -67,7 +67,8 @@ class MeanPooledForSequenceClassification(PreTrainedModel):
         kwargs = {"use_safetensors": True, "trust_remote_code": False, **kwargs}
         with quiet_loading():  # an unused pooler is none of the user's business
             encoder = _without_pooler(AutoModel.from_pretrained, str(folder), **kwargs)
-        config = MeanPooledConfig(encoder.config.to_dict(), checkpoint, num_labels=num_labels)
+        named = {**encoder.config.to_dict(), "_name_or_path": checkpoint}  # no path of this machine
+        config = MeanPooledConfig(named, checkpoint, num_labels=num_labels)
         return cls(config, encoder).to(encoder.dtype).eval()
 
     @classmethod

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import one_line
 
-from .loading import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from .loading import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE
 from .storage import CARD, INDEX, MANIFEST, WEIGHTS, file_fault, index_faults, manifest_files, tensor_shapes
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp")
@@ -88,7 +88,8 @@ def _check_folder(folder: Path, found: Verification) -> None:
     if ADAPTER_CONFIG in names and ADAPTER_WEIGHTS not in names:
         found.faults.append(f"{folder} has {ADAPTER_CONFIG} and no {ADAPTER_WEIGHTS}")
     weights = any(name.endswith((".safetensors", INDEX)) for name in names)
-    if "config.json" in names and ADAPTER_CONFIG not in names and not weights:
+    of_adapter = folder.name == BASE and (folder.parent / ADAPTER_CONFIG).is_file()  # the encoder's are elsewhere
+    if "config.json" in names and ADAPTER_CONFIG not in names and not (weights or of_adapter):
         found.faults.append(f"{folder} has config.json and no weights: neither {WEIGHTS} nor {INDEX}")
 
 

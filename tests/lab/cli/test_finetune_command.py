@@ -2,14 +2,20 @@
 
 import json
 import re
+import shlex
 
 import pytest
+import torch
+from peft import AutoPeftModelForSequenceClassification, PeftModel
+from transformers import AutoModelForSequenceClassification
 
 import finetune_helpers as kit
+from adapter_helpers import PEFT_WARNINGS
 from cli_helpers import refused, run, succeed
+from nonlinear_lowrank.hub import load_model
 from seeds import rng
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS, "ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +39,8 @@ def test_finetune_prints_the_score_and_leaves_an_adapter(root, tmp_path, capsys)
     assert code == 0, err
     assert "lora-r2: 290 of " in printed
     assert "matthews" in printed
-    assert f'AutoPeftModelForSequenceClassification.from_pretrained("{out}/model", num_labels=2' in printed
+    assert f'base = AutoModelForSequenceClassification.from_pretrained("{root / "bert"}", num_labels=2' in printed
+    assert f'model = PeftModel.from_pretrained(base, "{out}/model")' in printed
     assert err.count("step 2/4") == err.count("step 4/4") == 1
     assert "matthews" in err
     assert (out / "model" / "adapter_config.json").is_file()
@@ -106,3 +113,67 @@ def test_help_shows_the_recipes_settings(capsys):
     out = succeed(capsys, "finetune", "instruct-small", "--help")
     for option in ("--task.instructions.source", "--task.model.checkpoint", "--train.epochs", "--arm"):
         assert option in out
+
+
+BASES = {  # (options, the base's name in the adapter's config)
+    "own": (["--pooling", "own"], "./bert"),
+    "mean": (["--pooling", "mean"], "./bert"),
+    "packaged": (["--checkpoint", "minilm", "--pooling", "auto"], "minilm"),
+}
+
+
+@pytest.mark.parametrize(("more", "name"), BASES.values(), ids=BASES)
+def test_a_moved_run_is_whole_and_names_no_path(root, tmp_path, capsys, more, name):
+    """Alone in another place, only the card's last words are needed: where a base is that is a folder."""
+    arm = ("--arm", "sine-lora:r=2,omega=200")
+    succeed(capsys, *options(root, tmp_path / "out", *more, *arm))
+    assert "; whole" in succeed(capsys, "verify", tmp_path / "out")
+    scored = succeed(capsys, "evaluate", tmp_path / "out")
+    folder = (tmp_path / "out").rename(tmp_path / "moved")
+    for file in (each for each in folder.rglob("*") if each.suffix in (".json", ".md") and each.name != "recipe.json"):
+        text = file.read_text()
+        assert [path for path in (str(tmp_path), str(root), "site-packages") if path in text] == [], file
+    assert json.loads((folder / "model" / "adapter_config.json").read_text())["base_model_name_or_path"] == name
+    assert "; whole" in succeed(capsys, "verify", folder)
+    assert succeed(capsys, "evaluate", folder) == scored
+    succeed(capsys, "merge", folder, tmp_path / "merged")
+    alone = (folder / "model").rename(tmp_path / "alone")
+    if name.startswith("./"):
+        assert "pass --base" in refused(capsys, "merge", alone, tmp_path / "again")
+    succeed(capsys, "merge", alone, tmp_path / "again", *(("--base", root / "bert") if name.startswith("./") else ()))
+    models = [load_model(tmp_path / each).state_dict() for each in ("merged", "again")]
+    heads = [key for key in models[0] if key.startswith("classifier")]  # all else is the base's
+    assert heads
+    assert all(torch.equal(models[0][key], models[1][key]) for key in models[0])
+
+
+def test_base_below_the_working_directory_is_found_by_peft(root, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(root)
+    out = tmp_path / "out"
+    succeed(capsys, *options(root, out, "--arm", "sine-lora:r=2,omega=200"))
+    assert json.loads((out / "model" / "adapter_config.json").read_text())["base_model_name_or_path"] == "./bert"
+    kwargs = {"num_labels": 2, "ignore_mismatched_sizes": True}
+    model = AutoPeftModelForSequenceClassification.from_pretrained(out / "model", **kwargs)
+    base = AutoModelForSequenceClassification.from_pretrained(root / "bert", **kwargs)
+    given = PeftModel.from_pretrained(base, out / "model")
+    ids = torch.arange(4, 16)[None]
+    assert torch.equal(model(ids).logits, given(ids).logits)
+
+
+def test_command_on_the_card_makes_the_run(root, tmp_path, capsys, monkeypatch):
+    """With settings of every kind: numbers, lists, switches that are on and off, none."""
+    more = ["--targets", "query", "key", "--betas", 0.8, 0.99, "--no-group-by-length", "--epochs", "None"]
+    more += ["--save-every", 2, "--train-rows", 24, "--scored", "test", "--lr", 3e-3, "--eval-batch-size", 7]
+    more += ["--gradient-checkpointing"]
+    succeed(capsys, *options(root, tmp_path / "out", *more, "--arm", "sine-lora:r=2,omega=200,lora_dropout=0.1"))
+    card = (tmp_path / "out" / "model" / "README.md").read_text()
+    command = shlex.split(re.search(r"\| made by \| `(.*)` \|", card)[1])
+    assert command[0] == "nlr"
+    monkeypatch.chdir(root)  # paths are written by their last part
+    succeed(capsys, *command[1:], "--out", tmp_path / "again")
+    first, second = (tmp_path / name / "model" / "adapter_model.safetensors" for name in ("out", "again"))
+    assert first.read_bytes() == second.read_bytes()
+    recipes = [json.loads((tmp_path / name / "recipe.json").read_text())["recipe"] for name in ("out", "again")]
+    for recipe in recipes:
+        del recipe["task"]["glue"]["source"], recipe["task"]["model"]["checkpoint"]
+    assert recipes[0] == recipes[1]

@@ -140,14 +140,14 @@ def test_last_and_best_are_read_from_the_log():
 
 def test_scores_of_a_run_are_those_of_its_model(root, tmp_path):
     """By hand, one example at a time, from the saved adapter."""
-    from peft import AutoPeftModelForSequenceClassification
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
 
     task = helpers.glue_task(root, "stsb", scored="test")
     recipe = helpers.recipe(task, "lora:r=2", eval_batch_size=7)
     result = train(recipe, tmp_path / "out")
-    model = AutoPeftModelForSequenceClassification.from_pretrained(
-        tmp_path / "out" / "model", num_labels=1, ignore_mismatched_sizes=True
-    ).eval()
+    base = AutoModelForSequenceClassification.from_pretrained(root / "bert", num_labels=1)
+    model = PeftModel.from_pretrained(base, tmp_path / "out" / "model").eval()
     prepared = task.prepare()
     for examples, found in ((prepared.test, result.scores), (prepared.valid, {"pearson": result.selection})):
         items = [{name: value[None] for name, value in examples[index].items()} for index in range(len(examples))]
@@ -163,11 +163,13 @@ def test_scores_of_a_run_are_those_of_its_model(root, tmp_path):
 
 
 def test_answer_loss_is_the_mean_over_answers(root, tmp_path):
-    from peft import AutoPeftModelForCausalLM
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
 
     task = helpers.instruction_task(root)
     result = train(helpers.recipe(task, "lora:r=2", eval_batch_size=4), tmp_path / "out")
-    model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out" / "model").eval()
+    base = AutoModelForCausalLM.from_pretrained(root / "llama")
+    model = PeftModel.from_pretrained(base, tmp_path / "out" / "model").eval()
     prepared = task.prepare(progress=False)
     total = count = 0
     for index in range(len(prepared.valid)):
@@ -264,7 +266,7 @@ def test_printed_lines_load_the_model_in_a_fresh_process(root, tmp_path, kind, a
     with torch.no_grad():
         expected = model.eval()(**batch).logits
     values = json.dumps({name: value.tolist() for name, value in batch.items()})
-    code = LOADER.format(code=loading_code(folder))
+    code = LOADER.format(code=loading_code(folder, recipe.task.model.where()))
     done = subprocess.run([sys.executable, "-c", code, values], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert torch.tensor(json.loads(done.stdout.splitlines()[-1])).numpy() == pytest.approx(expected.numpy(), abs=1e-6)

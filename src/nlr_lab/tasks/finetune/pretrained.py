@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _UNTRAINED = "nlr_untrained"  # on a loaded model: modules of its pretrained part that the checkpoint lacks
 
+PACKAGED = ("smollm2", "minilm", "digits-vit")
+"""Checkpoints that are no folder and not on the hub."""
+
 # Kind of model -> the end of transformers' name of it, and peft's.
 _KINDS: dict[str, tuple[str, str | None]] = {
     "text": ("SequenceClassification", "SEQ_CLS"),
@@ -96,6 +99,15 @@ class Pretrained:
             raise UserError(f"{what}; {hint}, or give another folder or a hub name (--checkpoint)")
         return name
 
+    def portable_name(self) -> str:
+        """Return the name by which an adapter records its base, no path of this machine: a package's or the hub's as it
+        is; of a folder its path from the working directory, or its last part where it is elsewhere, after "./"."""
+        place = Path(self.where())
+        if self.checkpoint in PACKAGED or not place.is_dir():
+            return self.checkpoint
+        inside = place.is_relative_to(Path.cwd())  # as peft would have it; "./" tells it from a name of the hub
+        return f"./{place.relative_to(Path.cwd()).as_posix() if inside else Path(self.checkpoint).name}"
+
     def config(self) -> Any:
         """Return the architecture's config, without the weights."""
         from transformers import AutoConfig
@@ -152,8 +164,7 @@ class Pretrained:
 
         options: Any = {"dtype": getattr(torch, self.dtype), "use_safetensors": True}
         if kind == "text" and self._pools():
-            # An adapter finds the encoder again by its name: a package's as it is, a folder's in full.
-            options |= {"checkpoint": self.checkpoint if self.checkpoint == "minilm" else where, "num_labels": labels}
+            options |= {"checkpoint": self.portable_name(), "num_labels": labels}
             return MeanPooledForSequenceClassification.from_encoder(where, **options), {"missing_keys": ()}
         if kind != "causal":
             config: Any = AutoConfig.from_pretrained(where, trust_remote_code=False)
