@@ -189,13 +189,12 @@ def instruct_smollm2() -> Recipe:
     settings = {"warmup_share": 0.1, "eval_every": 18, "save_every": 0, "log_every": 3}
     return Recipe(
         task=InstructionTask(instructions=data, model=Pretrained(checkpoint="smollm2", targets=_QV)),
-        arm="sine-lora:r=8,omega=200,lr=2e-4",
-        train=_answers(epochs=1, batch_size=4, lr=1e-3, group_by_length=True, **settings),
+        arm="sine-lora:r=8,omega=200,lr=1e-3",
+        train=_answers(epochs=1, batch_size=4, lr=2e-3, group_by_length=True, **settings),
         arms=(
-            *("lora:r=8", "sine-lora:r=8,omega=200,lr=2e-4", "sine-dora:r=8,omega=200,lr=2e-4", "noble-adapter:r=8"),
-            *("nora:r=2,groups=8", "nora++:r=2,groups=8,lora_r=8"),
+            *("lora:r=8", "sine-lora:r=8,omega=200,lr=1e-3", "sine-dora:r=8,omega=200,lr=1e-3"),
+            *("noble-adapter:r=8,lr=5e-4", "nora:r=2,groups=8,lr=1e-2", "nora++:r=2,groups=8,lora_r=8"),
         ),
-        tune_lr=(3e-4, 1e-3, 3e-3),
     )
 
 
