@@ -9,17 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from nonlinear_lowrank.methods.noble.op import Branch, noble_linear_reference, noble_linears
+from nonlinear_lowrank.methods.noble.op import Branch, noble_linears, noble_linears_reference
 from nonlinear_lowrank.methods.rational import op as rational_op
 from nonlinear_lowrank.methods.rational.op import FORMS, LinearTails, denominator_size
 from nonlinear_lowrank.methods.rational.reference import rational_anchored_reference, rational_reference
 from nonlinear_lowrank.methods.sine.op import WEIGHT_ACTIVATIONS, lowrank_linear, sine_embedding
-from nonlinear_lowrank.methods.sine.reference import (
-    lowrank_linear_reference,
-    sine_embedding_reference,
-    sine_layer_reference,
-)
-from nonlinear_lowrank.ops.sine import SineFactors, sine_layer
+from nonlinear_lowrank.methods.sine.reference import lowrank_linear_reference, sine_embedding_reference
+from nonlinear_lowrank.ops.sine import SineFactors, sine_layer, sine_layer_reference
 from rounding_helpers import assert_as_good_as_plain, cast, jittered
 
 TAILS = LinearTails(-1.2, 0.9, 0.1, 0.8)
@@ -133,13 +129,7 @@ def noble(activation="cosine", depth=2, form="", *, batch=(3, 5), d_in=12, d_out
     h = leaf(*batch, r, dtype=dtype) if form == "h" else None
     saved = (x.numel() + x.numel() // d_in * r * (n if form == "group" else 1)) * x.itemsize
     inputs = (x,) if h is None else (x, h)
-    return Case(noble_linears, _noble_formula, (x, weights, biases, branches, h), inputs, saved)
-
-
-def _noble_formula(x, weights, biases, branches, h):
-    branches = [branch._replace(down=branches[0].down if branch.down is None else branch.down) for branch in branches]
-    rows = zip(weights, biases, branches, strict=True)
-    return [noble_linear_reference(x, weight, bias, branch, h) for weight, bias, branch in rows]
+    return Case(noble_linears, noble_linears_reference, (x, weights, biases, branches, h), inputs, saved)
 
 
 # Sine deltas, and weights that are a function of a low-rank product.
@@ -173,8 +163,7 @@ def sine(
     weight = leaf(*shapes.get(kind, (d_out, d_in)), dtype=dtype)
     if kind.startswith("embedding"):
         indices, base = torch.randint(0, d_out, (4, 9)), kind == "embedding"
-        fast = partial(sine_embedding, base=base)
-        plain = sine_embedding_reference if base else _embedding_delta_formula
+        fast, plain = (partial(each, base=base) for each in (sine_embedding, sine_embedding_reference))
         return Case(fast, plain, (indices, weight if base else weight.detach(), deltas), (), indices.nbytes)
     stride = {"conv2d": (1, 1), "strided": (2, 3)}.get(kind)
     x = leaf(2, d_in, 7, 8, dtype=dtype) if stride else leaf(*batch, d_in, dtype=dtype)
@@ -182,20 +171,9 @@ def sine(
     if not how["base"] and not any(dora):
         weight = None
     bias = None if kind.endswith("no-bias") else leaf(d_out, dtype=dtype)
-    return Case(partial(sine_layer, **how), partial(_sine_formula, **how), (x, weight, bias, deltas), (x,), x.nbytes)
-
-
-def _sine_formula(x, weight, bias, factors, *, base, transposed, stride):
-    if transposed and weight is not None:
-        weight = weight.t()
-    if stride is None:
-        return sine_layer_reference(x, weight, bias, factors, base=base)
-    pixels = x[:, :, :: stride[0], :: stride[1]].movedim(1, -1)
-    return sine_layer_reference(pixels, weight.flatten(1), bias, factors, base=base).movedim(-1, 1)
-
-
-def _embedding_delta_formula(indices, weight, factors):
-    return sine_embedding_reference(indices, weight, factors) - torch.nn.functional.embedding(indices, weight)
+    return Case(
+        partial(sine_layer, **how), partial(sine_layer_reference, **how), (x, weight, bias, deltas), (x,), x.nbytes
+    )
 
 
 def lowrank(activation, bias=True, *, batch=(3, 5), d_in=12, d_out=10, r=3, dtype=torch.float64):

@@ -28,9 +28,8 @@ from nonlinear_lowrank.methods.noble.op import noble_linear_reference
 from nonlinear_lowrank.methods.rational import RationalConfig
 from nonlinear_lowrank.methods.rational.op import rational, rational_anchored, rational_gated
 from nonlinear_lowrank.methods.rational.reference import Form, rational_reference
-from nonlinear_lowrank.methods.sine.reference import sine_layer_reference
 from nonlinear_lowrank.ops.kernels import kernels
-from nonlinear_lowrank.ops.sine import SineFactors
+from nonlinear_lowrank.ops.sine import SineFactors, sine_layer_reference
 
 from .arms import adapted
 from .result import BenchResult, Progress

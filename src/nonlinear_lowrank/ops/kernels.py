@@ -113,9 +113,3 @@ def fake_gradients(parameters: Sequence[Any], wanted: Sequence[bool], like: Tens
     """Return what `filled` returns, without numbers."""
     pairs = zip(parameters, wanted, strict=True)
     return filled([each.new_empty(each.shape) if want else None for each, want in pairs], like)
-
-
-def refuse_second_derivatives(name: str) -> None:
-    """Raise where a backward of ours would itself be differentiated."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(f"{name} has no second derivatives; use its plain formula (reference) for them")

@@ -70,6 +70,11 @@ def product(left: Tensor, right: Tensor) -> Tensor:
         return torch.mm(left, right)
 
 
+def formula_product(left: Tensor, right: Tensor) -> Tensor:
+    """Return `product` as part of a plain formula, which the compiler may trace."""
+    return left @ right if torch.compiler.is_compiling() else product(left, right)
+
+
 def kept_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return what a module's `_apply` does to a tensor, without casts from float32 to a 16-bit type."""
 

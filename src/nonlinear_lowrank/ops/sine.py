@@ -31,8 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kernels import as_one_op, custom_op, fake_gradients, filled, kernels, refuse_second_derivatives, reshaped
-from .precision import autocast_input, no_autocast, product, wide_dtype
+from .derivatives import differentiated, formula_gradients, transformed
+from .kernels import as_one_op, custom_op, fake_gradients, filled, kernels, reshaped
+from .precision import autocast_input, formula_product, no_autocast, product, wide_dtype
 
 Weight = Tensor | Callable[[], Tensor] | None
 Flat = Sequence[Tensor | None]
@@ -112,8 +113,7 @@ def sine_layer(
 ) -> Tensor:
     """Apply a linear map or 1x1 convolution whose weight carries sine deltas; only x is saved for backward.
 
-    Under autocast x and the rounded sum are in the autocast type. Second derivatives are refused with a
-    RuntimeError (use `methods.sine.reference`).
+    Under autocast x and the rounded sum are in the autocast type.
 
     Args:
         x: (..., d_in), or (N, d_in, H, W) with a stride.
@@ -134,11 +134,50 @@ def sine_layer(
         bias = bias.to(x.dtype)
     if not base and all(each.magnitude is None for each in factors):
         weight = None
+    if transformed():
+        plain = weight() if callable(weight) else weight
+        return sine_layer_reference(x, plain, bias, factors, base=base, transposed=transposed, stride=stride)
     if callable(weight) and (torch.compiler.is_compiling() or not torch.is_grad_enabled()):
         weight = weight()
     flat, settings = flatten(factors)
     run = _SineLayer.apply if torch.is_grad_enabled() else _run
     return run(x, weight, bias, settings, (int(base), int(transposed), *(stride or ())), *flat)
+
+
+def sine_layer_reference(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    factors: Sequence[SineFactors],
+    *,
+    base: bool = True,
+    transposed: bool = False,
+    stride: Sequence[int] | None = None,
+) -> Tensor:
+    """Return the plain formula; arguments as in `sine_layer`."""
+    matrix = None if weight is None else _as_matrix(weight, transposed)
+    total = sine_sum_reference(matrix.t() if matrix is not None and transposed else matrix, factors, base=base)
+    total = total.to(x.dtype)
+    return F.linear(x, total, bias) if stride is None else F.conv2d(x, total[:, :, None, None], bias, tuple(stride))
+
+
+def sine_sum_reference(weight: Tensor | None, factors: Sequence[SineFactors], *, base: bool = True) -> Tensor:
+    """Return W + D1 + D2 + ... (d_out, d_in) by the plain formula, in W's type; float32 or wider without it."""
+    total, dtype = weight if base else None, compute_type(weight, factors)
+    for each in factors:
+        with no_autocast(each.up):
+            phase = formula_product(each.omega * each.up.to(dtype), each.down.to(dtype))
+        delta = each.amplitude * phase.sin()
+        if each.magnitude is not None:
+            assert weight is not None
+            direction = weight + delta
+            norm = direction.detach().norm(dim=1)
+            # a row of zeros stays as it is; its own quotient would make every gradient NaN
+            ratio = torch.where(norm > 0, each.magnitude / torch.where(norm > 0, norm, 1.0), 1.0)
+            delta = ratio[:, None] * delta + (ratio - 1)[:, None] * weight
+        total = delta if total is None else total + delta
+    assert total is not None
+    return total.to(weight.dtype) if base and weight is not None else total
 
 
 class _SineLayer(torch.autograd.Function):
@@ -156,14 +195,30 @@ class _SineLayer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        refuse_second_derivatives("sine_layer")
         x, weight, *flat = ctx.saved_tensors
         weight = weight if ctx.source is None else ctx.source()
         wanted = [bool(need) for need in (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:])]
+        if differentiated():
+            dx, dweight, dbias, *others = _formula_gradients(dy, x, weight, flat, ctx.settings, ctx.layout, wanted)
+            return dx, dweight, dbias, None, None, *others
         run = _backward_op if torch.compiler.is_compiling() else _backward
         found = run(dy, x, weight, flat, list(ctx.settings), list(ctx.layout), wanted)
         dx, dweight, dbias, *others = [each if want else None for each, want in zip(found, wanted, strict=True)]
         return dx, dweight, dbias, None, None, *others
+
+
+def _formula_gradients(
+    dy: Tensor, x: Tensor, weight: Tensor | None, flat: Flat, settings: Any, layout: Any, wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return what `_backward` returns, differentiable."""
+    d_out, how = flat[0].shape[0], Layout(bool(layout[0]), bool(layout[1]), layout[2:])  # type: ignore[union-attr]
+
+    def formula(x: Any, weight: Any, bias: Any, *flat: Any) -> Tensor:
+        factors, stride = unflatten(flat, settings), how.stride or None
+        return sine_layer_reference(x, weight, bias, factors, base=how.base, transposed=how.transposed, stride=stride)
+
+    # Gradients do not depend on the bias, which is not saved.
+    return formula_gradients(formula, [x, weight, dy.new_zeros(d_out) if wanted[2] else None, *flat], wanted, dy)
 
 
 def _run(x: Any, weight: Any, bias: Any, settings: Any, layout: Any, *flat: Any) -> Tensor:

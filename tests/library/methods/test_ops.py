@@ -60,15 +60,6 @@ def test_gradients_pass_gradcheck(row):
     assert torch.autograd.gradcheck(lambda *leaves: tuple(case.run(case.fast, list(leaves))), case.leaves())
 
 
-@rows
-def test_second_derivatives_are_refused(row):
-    case = ROWS[row]()
-    if row == "lowrank-identity":
-        return  # plain products: it has them
-    with pytest.raises(RuntimeError, match="second derivatives"):
-        torch.autograd.grad(case.run(case.fast)[0].sum(), case.leaves()[0], create_graph=True)
-
-
 ROUNDED = [
     (row, dtype)
     for row in ROWS

@@ -3,7 +3,8 @@
     u = bottleneck(x down^T)                      CosNet: cos(f2 * (M cos(f1 * h + p1)) + p2)
     y = x weight^T + bias + u up^T
 
-`noble_linear_reference` is the formula, to which the operator is held, of one linear or of n that read one input:
+`noble_linears_reference` is the formula, to which the operator is held, and which it is where `ops.derivatives` says.
+The operator, of n linears that read one input:
 
     h = x [D1; D2; ...]^T                                       one product for all branches
     y_i = x W_i^T + b_i + bottleneck_i(h_i) up_i^T              i = 1 .. n
@@ -24,16 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nonlinear_lowrank.ops.kernels import (
-    as_one_op,
-    custom_op,
-    fake_gradients,
-    filled,
-    kernels,
-    processors,
-    refuse_second_derivatives,
-    reshaped,
-)
+from nonlinear_lowrank.ops.derivatives import differentiated, formula_gradients, transformed
+from nonlinear_lowrank.ops.kernels import as_one_op, custom_op, fake_gradients, filled, kernels, processors, reshaped
 from nonlinear_lowrank.ops.precision import autocast_dtype
 
 Tensors = Sequence[Tensor | None]
@@ -145,6 +138,17 @@ def noble_linear_reference(
     return u_up if weight is None else F.linear(x, weight, bias) + u_up
 
 
+def noble_linears_reference(
+    x: Tensor, weights: Tensors, biases: Tensors, branches: Sequence[Branch], h: Tensor | None = None
+) -> list[Tensor]:
+    """Return the plain formula of n linears; arguments as in `op.noble_linears`."""
+    if h is None and any(branch.down is None for branch in branches):
+        assert branches[0].down is not None
+        h = F.linear(x, branches[0].down)
+    rows = zip(weights, biases, branches, strict=True)
+    return [noble_linear_reference(x, weight, bias, branch, h) for weight, bias, branch in rows]
+
+
 def noble_linears(
     x: Tensor, weights: Tensors, biases: Tensors, branches: Sequence[Branch], h: Tensor | None = None
 ) -> list[Tensor]:
@@ -158,9 +162,6 @@ def noble_linears(
         biases: n vectors (d_out_i), or None.
         branches: n of one rank, depth and activation; all but the first have no `down` where they share its.
         h: (..., r), in place of x down^T.
-
-    Raises:
-        RuntimeError: second derivatives are asked for (the reference has them).
     """
     if (dtype := autocast_dtype(x)) is not None:
         # Cast once, out here: backward runs outside autocast, and two linears on one float32 x would
@@ -170,8 +171,9 @@ def noble_linears(
         weights, biases = dense[: len(weights)], dense[len(weights) :]
     if h is not None:
         branches = [branch._replace(down=None) for branch in branches]
-    if len(branches) == 1 and torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        return [noble_linear_reference(x, weights[0], biases[0], branches[0], h)]
+    fused = len(branches) == 1 and torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    if fused or transformed():
+        return noble_linears_reference(x, weights, biases, branches, h)
     activation, tensors = branches[0].activation, [each for branch in branches for each in branch.flat()]
     if torch.is_grad_enabled():
         return list(_NobleLinears.apply(len(weights), activation, x, h, *weights, *biases, *tensors)[:-1])
@@ -208,18 +210,36 @@ class _NobleLinears(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        refuse_second_derivatives("noble_linear")
         n = ctx.n
         x, h, *tensors = ctx.saved_tensors
         weights, tensors = tensors[:n], tensors[n:]
         wanted = list(ctx.needs_input_grad[2 : 4 + 2 * n])  # x, h, weights, biases
         wanted[0] &= weights[0] is not None or tensors[0] is not None  # else y does not depend on x
         inputs = gradients[:-1], x, h, weights, tensors, ctx.activation, wanted
+        if differentiated():
+            return None, None, *_formula_gradients(*inputs, ctx.needs_input_grad[4 + 2 * n :])
         if not torch.compiler.is_compiling():
             return None, None, *_backward(*inputs)
         wanted = [*wanted, *(each is not None for each in tensors)]
         found = zip(_backward_op(*inputs), wanted, strict=True)
         return None, None, *(each if want else None for each, want in found)
+
+
+def _formula_gradients(
+    dys: Sequence[Tensor], x: Tensor, h: Tensor, weights: Tensors, tensors: Tensors, activation: str,
+    wanted: Sequence[bool], tensors_wanted: Sequence[bool],
+) -> list[Tensor | None]:  # fmt: skip
+    """Return what `_backward` returns, differentiable."""
+    n = len(weights)
+    # Gradients do not depend on the biases, which are not saved.
+    biases = [dy.new_zeros(dy.shape[-1]) if want else None for dy, want in zip(dys, wanted[2 + n :], strict=True)]
+    given = h if tensors[0] is None else None
+
+    def formula(x: Any, h: Any, *rest: Any) -> tuple[Tensor, ...]:
+        branches = _branches(rest[2 * n :], n, activation)
+        return tuple(noble_linears_reference(x, rest[:n], rest[n : 2 * n], branches, h))
+
+    return formula_gradients(formula, [x, given, *weights, *biases, *tensors], [*wanted, *tensors_wanted], dys)
 
 
 def _branches(tensors: Tensors, n: int, activation: str) -> list[Branch]:

@@ -14,7 +14,7 @@ C / G, and every channel of group g uses row g of the coefficients.
 f(x) + (R(x; theta') - R(x; theta)), f a fixed activation: with the same coefficients twice it is f to the bit. All save
 their inputs alone for backward. Polynomials are evaluated in float32 or wider and rounded once to the type of x. At
 b = 0 the slope of |b| is taken as 1, not 0: coefficients that start at zero could never move otherwise. The plain
-formulas are in `reference`; second derivatives are refused with a RuntimeError.
+formulas are in `reference`; all are those where `ops.derivatives` says.
 
 Under torch.compile all are plain tensor code with a hand-written backward, which Inductor fuses into one pass each way.
 Rows of x are (tokens * G, C / G) there: one loop nest for dx and the coefficients' sums (measured: half the time of
@@ -30,18 +30,22 @@ import torch
 from torch import Tensor
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.ops.kernels import (
-    custom_op,
-    fake_gradients,
-    filled,
-    kernels,
-    refuse_second_derivatives,
-    reshaped,
-)
+from nonlinear_lowrank.ops.derivatives import differentiated, formula_gradients, transformed
+from nonlinear_lowrank.ops.kernels import custom_op, fake_gradients, filled, kernels, reshaped
 from nonlinear_lowrank.ops.precision import wide_dtype
 from nonlinear_lowrank.validation import check_choice
 
-from .reference import FORMS, FORMULAS, LinearTails, activation, activation_slope, check, denominator_size
+from .reference import (
+    FORMS,
+    FORMULAS,
+    LinearTails,
+    activation,
+    activation_slope,
+    check,
+    denominator_size,
+    rational_anchored_reference,
+    rational_reference,
+)
 
 __all__ = ["FORMS", "LinearTails", "denominator_size", "rational", "rational_anchored", "rational_gated"]
 
@@ -128,6 +132,8 @@ def rational_anchored(
 
 
 def _evaluate(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
+    if transformed():
+        return _formula(x, up, ratio)
     tensors = [each for each in (x, up, ratio.numerator, ratio.denominator) if each is not None]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return _Rational.apply(x, up, *ratio)
@@ -148,10 +154,26 @@ class _Rational(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        refuse_second_derivatives("rational")
         x, up, numerator, denominator, base_numerator, base_denominator = ctx.saved_tensors
         ratio = Ratio(numerator, denominator, ctx.form, ctx.limits, base_numerator, base_denominator, ctx.formula)
+        if differentiated():
+
+            def formula(x: Any, up: Any, numerator: Any, denominator: Any) -> Tensor:
+                return _formula(x, up, ratio._replace(numerator=numerator, denominator=denominator))
+
+            inputs = x, up, numerator, denominator
+            return *formula_gradients(formula, inputs, ctx.needs_input_grad[:4], dy), *[None] * 5
         return *_gradients(dy, x, up, ratio, ctx.needs_input_grad[:4]), *[None] * 5
+
+
+def _formula(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
+    """Return `_value` by the plain formula."""
+    tails = None if ratio.limits is None else LinearTails(*ratio.limits)
+    if ratio.formula is not None:
+        anchor: tuple[Any, Any, Any] = (ratio.base_numerator, ratio.base_denominator, ratio.formula)
+        return rational_anchored_reference(x, ratio.numerator, ratio.denominator, *anchor, ratio.form, tails)
+    y = rational_reference(x, ratio.numerator, ratio.denominator, ratio.form, tails)
+    return y if up is None else y * up
 
 
 def _value(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:

@@ -2,7 +2,8 @@
 
 A name of an activation is a formula, not only a function: "gelu", "gelu_python" are both the erf GELU, evaluated in a
 different order of operations, because a network that must start bit-equal to the original needs the original's
-rounding. `KIND` gives the function that a formula computes. The rational functions may be differentiated twice.
+rounding. `KIND` gives the function that a formula computes. The rational functions may be differentiated twice; at
+b = 0 the slope of |b| is 1 here too.
 """
 
 import math
@@ -122,7 +123,8 @@ def rational_reference(
     if form == "abs_of_sum":
         q = 1 + sum(b[:, j] * inside**j for j in range(b.shape[1])).abs()
     else:
-        q = 1 + sum(b[:, j].abs() * inside.abs() ** (j + 1) for j in range(b.shape[1]))
+        b = torch.where(b < 0, -b, b)  # |b|, whose slope at 0 is 1
+        q = 1 + sum(b[:, j] * inside.abs() ** (j + 1) for j in range(b.shape[1]))
     y = p / q
     if tails is not None:
         # At a limit itself, which 16-bit inputs hit, the slope is R's alone: clamp() would add the line's to it.

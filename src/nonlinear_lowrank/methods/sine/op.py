@@ -17,24 +17,18 @@ No d_out x d_in tensor is saved between forward and backward, eager or compiled.
 find that both need `up @ down`, and save it. So a linear's product is an opaque op for it, and backward's has the
 output's gradient as a third argument: it is another value then, and none that forward could have made. The rest is
 plain formulas, which the compiler fuses (with forward and backward opaque, a small field's step took some 4 % longer).
-Second derivatives are refused with a RuntimeError, but for the identity (use `reference`).
+The plain formulas are in `reference`; the operators are those where `ops.derivatives` says.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nonlinear_lowrank.ops.kernels import (
-    as_one_op,
-    custom_op,
-    fake_gradients,
-    filled,
-    refuse_second_derivatives,
-    reshaped,
-)
+from nonlinear_lowrank.ops.derivatives import differentiated, formula_gradients, transformed
+from nonlinear_lowrank.ops.kernels import as_one_op, custom_op, fake_gradients, filled, reshaped
 from nonlinear_lowrank.ops.precision import autocast_input, no_autocast, product, wide_dtype
 from nonlinear_lowrank.ops.sine import (
     Delta,
@@ -47,34 +41,18 @@ from nonlinear_lowrank.ops.sine import (
     unflatten,
 )
 
+from .reference import PHI, lowrank_linear_reference, lowrank_weight, sine_embedding_reference
 
-class _Phi(NamedTuple):
-    value: Callable[[Tensor], Tensor]
-    slope: Callable[[Tensor], Tensor]
-    """The derivative at the phase."""
+__all__ = [
+    "WEIGHT_ACTIVATIONS",
+    "embedding_delta",
+    "lowrank_linear",
+    "lowrank_weight",
+    "sine_embedding",
+]
 
-
-def _sigmoid_slope(phase: Tensor) -> Tensor:
-    value = phase.sigmoid()
-    return value * (1 - value)
-
-
-_PHI = {
-    "identity": _Phi(lambda phase: phase, torch.ones_like),
-    "sine": _Phi(torch.sin, torch.cos),
-    "sigmoid": _Phi(torch.sigmoid, _sigmoid_slope),
-    "relu": _Phi(torch.relu, lambda phase: (phase > 0).to(phase.dtype)),
-}
-
-WEIGHT_ACTIVATIONS = tuple(_PHI)
+WEIGHT_ACTIVATIONS = tuple(PHI)
 """Names of phi."""
-
-
-def lowrank_weight(up: Tensor, down: Tensor, activation: str, omega: float, gain: float) -> Tensor:
-    """Return the weight itself, differentiable: (d_out, d_in), float32 or wider."""
-    dtype = wide_dtype(up, down)
-    with no_autocast(up):
-        return _PHI[activation].value(omega * (up.to(dtype) @ down.to(dtype))) / gain
 
 
 def lowrank_linear(
@@ -94,6 +72,8 @@ def lowrank_linear(
         with no_autocast(x):
             narrow = F.linear(x, down.to(x.dtype))
             return F.linear(narrow if omega == gain else narrow * (omega / gain), up.to(x.dtype), bias)
+    if transformed():
+        return lowrank_linear_reference(x, up, down, bias, activation, omega, gain)
     run = _LowRankLinear.apply if torch.is_grad_enabled() else _run
     return run(x, up, down, bias, activation, float(omega), float(gain))
 
@@ -112,10 +92,13 @@ class _LowRankLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        refuse_second_derivatives("lowrank_linear")
         wanted = [bool(need) for need in ctx.needs_input_grad[:4]]
         x, up, down = ctx.saved_tensors
         activation, omega, gain = ctx.settings
+        if differentiated():
+            # Gradients do not depend on the bias, which is not saved.
+            inputs = x, up, down, dy.new_zeros(dy.shape[-1]) if wanted[3] else None, *ctx.settings
+            return tuple(formula_gradients(lowrank_linear_reference, inputs, [*wanted, *[False] * 3], dy))
         return *_backward(dy, x, up, down, activation, omega, gain, wanted), None, None, None
 
 
@@ -143,7 +126,7 @@ def _backward(
         if wanted[0]:
             dx = (dy_TO @ _formed(phase, activation, gain, x.dtype)).view(x.shape)
         if wanted[1] or wanted[2]:
-            dphase, chain = _PHI[activation].slope(phase).mul_(dy_TO.t() @ x_TI), omega / gain
+            dphase, chain = PHI[activation].slope(phase).mul_(dy_TO.t() @ x_TI), omega / gain
             dup = _product(dphase, down.t(), 1.0, None).mul_(chain).to(up.dtype)
             ddown = _product(up.t(), dphase, 1.0, None).mul_(chain).to(down.dtype)
         if wanted[3]:
@@ -153,7 +136,7 @@ def _backward(
 
 def _formed(phase: Tensor, activation: str, gain: float, dtype: torch.dtype) -> Tensor:
     """Return the weight by its phase, rounded once."""
-    return _PHI[activation].value(phase).mul_(1 / gain).to(dtype)
+    return PHI[activation].value(phase).mul_(1 / gain).to(dtype)
 
 
 def _product(left: Tensor, right: Tensor, scale: float, after: Tensor | None) -> Tensor:
@@ -198,6 +181,8 @@ def sine_embedding(
         padding_idx: a token that gives no gradient, as in nn.Embedding.
         base: whether the table's own rows are part of the sum.
     """
+    if transformed():
+        return sine_embedding_reference(indices, weight, factors, padding_idx=padding_idx, base=base)
     flat, settings = flatten(factors)
     run = _SineEmbedding.apply if torch.is_grad_enabled() else _run_rows
     return run(indices, weight, settings, padding_idx, base, *flat)
@@ -217,9 +202,17 @@ class _SineEmbedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
-        refuse_second_derivatives("sine_embedding")
         indices, weight, *flat = ctx.saved_tensors
         wanted = [bool(need) for need in (ctx.needs_input_grad[1], *ctx.needs_input_grad[5:])]
+        if differentiated():
+            settings, padding_idx, base = ctx.settings, ctx.padding_idx, ctx.base
+
+            def formula(weight: Any, *flat: Any) -> Tensor:
+                factors = unflatten(flat, settings)
+                return sine_embedding_reference(indices, weight, factors, padding_idx=padding_idx, base=base)
+
+            dweight, *others = formula_gradients(formula, [weight, *flat], wanted, dy)
+            return None, dweight, None, None, None, *others
         run = _rows_backward_op if torch.compiler.is_compiling() else _rows_backward
         found = run(dy, indices, weight, flat, list(ctx.settings), ctx.padding_idx, ctx.base, wanted)
         dweight, *others = [each if want else None for each, want in zip(found, wanted, strict=True)]

@@ -1,42 +1,45 @@
-"""The sine operators as plain differentiable formulas; shapes in `ops.sine`."""
+"""Weights that are a function of a low-rank product, as plain differentiable formulas; shapes in `op`.
 
-from collections.abc import Sequence
+Those of `ops.sine` stand beside their operator.
+"""
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nonlinear_lowrank.ops.sine import SineFactors
-
-from .op import lowrank_weight
-
-
-def sine_layer_reference(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, factors: Sequence[SineFactors], *, base: bool = True
-) -> Tensor:
-    """Compute what `sine_layer` does, for a plain (d_out, d_in) weight."""
-    total = weight if base else None
-    for each in factors:
-        delta = _delta(weight, each)
-        total = delta if total is None else total + delta
-    assert total is not None
-    return F.linear(x, total.to(x.dtype), bias)
+from nonlinear_lowrank.ops.precision import formula_product, no_autocast, wide_dtype
+from nonlinear_lowrank.ops.sine import SineFactors, sine_sum_reference
 
 
-def sine_embedding_reference(indices: Tensor, weight: Tensor, factors: Sequence[SineFactors]) -> Tensor:
-    """Compute what `sine_embedding` does, over the whole table."""
-    total = weight
-    for each in factors:
-        total = total + _delta(weight, each)
-    return F.embedding(indices, total.to(weight.dtype))
+class Phi(NamedTuple):
+    """A function phi of the phase."""
+
+    value: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor]
+    """The derivative at the phase."""
 
 
-def _delta(weight: Tensor | None, factors: SineFactors) -> Tensor:
-    delta = factors.scale * lowrank_weight(factors.up, factors.down, "sine", factors.omega, factors.gain)
-    if factors.magnitude is None:
-        return delta
-    assert weight is not None
-    direction = weight + delta
-    return (factors.magnitude / direction.detach().norm(dim=1))[:, None] * direction - weight
+def _sigmoid_slope(phase: Tensor) -> Tensor:
+    value = phase.sigmoid()
+    return value * (1 - value)
+
+
+PHI = {
+    "identity": Phi(lambda phase: phase, torch.ones_like),
+    "sine": Phi(torch.sin, torch.cos),
+    "sigmoid": Phi(torch.sigmoid, _sigmoid_slope),
+    "relu": Phi(torch.relu, lambda phase: (phase > 0).to(phase.dtype)),
+}
+
+
+def lowrank_weight(up: Tensor, down: Tensor, activation: str, omega: float, gain: float) -> Tensor:
+    """Return the weight itself, differentiable: (d_out, d_in), float32 or wider."""
+    dtype = wide_dtype(up, down)
+    with no_autocast(up):
+        return PHI[activation].value(omega * formula_product(up.to(dtype), down.to(dtype))) / gain
 
 
 def lowrank_linear_reference(
@@ -44,3 +47,15 @@ def lowrank_linear_reference(
 ) -> Tensor:
     """Compute what `lowrank_linear` does."""
     return F.linear(x, lowrank_weight(up, down, activation, omega, gain).to(x.dtype), bias)
+
+
+def sine_embedding_reference(
+    indices: Tensor,
+    weight: Tensor,
+    factors: Sequence[SineFactors],
+    *,
+    padding_idx: int | None = None,
+    base: bool = True,
+) -> Tensor:
+    """Compute what `sine_embedding` does, over the whole table."""
+    return F.embedding(indices, sine_sum_reference(weight, factors, base=base).to(weight.dtype), padding_idx)

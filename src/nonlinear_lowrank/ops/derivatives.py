@@ -1,0 +1,50 @@
+"""Derivatives that an operator's own backward does not give: there it is its plain formula, which torch differentiates.
+
+That is every transform of `torch.func` (grad, vmap, jvp, ...), forward-mode differentiation, and the backward of a
+backward. The formula saves what any PyTorch code of its kind saves.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active
+from torch.autograd import forward_ad
+
+from .precision import no_autocast
+
+
+def transformed() -> bool:
+    """Return whether a transform of `torch.func`, or forward-mode differentiation, is active.
+
+    torch has no public name for either question. It asks the first itself in front of every `autograd.Function`.
+    """
+    return _are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def differentiated() -> bool:
+    """Return whether a backward's own results may be differentiated (`create_graph=True`), or are transformed."""
+    return transformed() or (torch.is_grad_enabled() and not torch.compiler.is_compiling())
+
+
+def formula_gradients(
+    formula: Callable[..., Any], inputs: Sequence[Any], wanted: Sequence[bool], dy: Any
+) -> list[Tensor | None]:
+    """Return the gradients of a formula's inputs, None where not wanted; they can be differentiated again.
+
+    Args:
+        formula: of all inputs; its result is a tensor or a tuple of them.
+        inputs: tensors, and what has no gradient.
+        wanted: of which inputs.
+        dy: the gradient of the formula's result, as this is.
+    """
+
+    def given(*chosen: Tensor) -> Any:
+        left = iter(chosen)
+        return formula(*(next(left) if want else each for each, want in zip(inputs, wanted, strict=True)))
+
+    with no_autocast(dy if isinstance(dy, Tensor) else dy[0]):
+        result: Any = torch.func.vjp(given, *(each for each, want in zip(inputs, wanted, strict=True) if want))
+        found = iter(result[1](dy))
+    return [next(found) if want else None for want in wanted]
