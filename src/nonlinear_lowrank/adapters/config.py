@@ -58,6 +58,11 @@ class NamedConfig:
             setattr(resolved, name, entries.get(get_pattern_key(entries.keys(), module_name), getattr(self, name)))
         return resolved
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON has them, tuples as lists."""
+        values = super().to_dict()  # type: ignore[misc]
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Save as peft does, and add the import line that a reader of the folder needs to its README."""
         super().save_pretrained(save_directory, **kwargs)  # type: ignore[misc]

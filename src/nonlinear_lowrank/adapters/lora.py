@@ -159,7 +159,10 @@ class LoraLayer(AdapterLayer):
         merged = self.merged_weight(kept.weight(), sorted({*self.merged_adapters, *names}))
         biases = [self.lora_B[name].bias for name in names if self.lora_bias[name]]
         if check and not all(each.isfinite().all() for each in (merged, *biases)):
-            raise UserError(f"merging {', '.join(map(repr, names))} gives weights that are not finite; none is merged")
+            raise UserError(
+                f"NaNs detected in the merged weights. The adapter {' or '.join(names)} seems to be broken: they are "
+                "not finite; none is merged"
+            )
         return kept, merged
 
     @torch.no_grad()
@@ -285,7 +288,11 @@ class SineLayer(LoraLayer):
 
     def get_delta_weight(self, adapter: str, *args: Any, **kwargs: Any) -> Tensor:
         """Return what an adapter adds to the weight, float32 or wider, in its layout; peft's conversion asks."""
-        return sine_delta(self.original_weight(), self.factors(adapter), transposed=self.transposed)
+        return sine_delta(self.dense_weight(), self.factors(adapter), transposed=self.transposed)
+
+    def dense_weight(self) -> Tensor:
+        """Return the weight without adapters, of the delta's size."""
+        return self.original_weight()
 
     def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
         """See `LoraLayer`; formed in the module's layout, as in training."""
@@ -401,7 +408,7 @@ class _ProductLayer(SineLayer):
         """Give sine-DoRA the weight: a quantized one is dequantized anew in backward, so as not to be saved."""
         if not any(name in self.lora_magnitude_vector for name in names):
             return None
-        return self.original_weight() if self.quantization_backend is None else self.original_weight
+        return self.dense_weight() if self.quantization_backend is None else self.original_weight
 
 
 def cached_bytes(model: nn.Module) -> int:
@@ -463,6 +470,12 @@ class _Convolution(_ProductLayer):
         y: Tensor = self.conv_fn(x, weight.to(x.dtype), bias, conv.stride, padding, conv.dilation)
         return y
 
+    def dense_weight(self) -> Tensor:
+        """See `SineLayer`; of a convolution in groups (d_out, d_in), zero between them."""
+        weight = self.original_weight()
+        groups: Any = self.get_base_layer().groups
+        return weight if groups == 1 else torch.block_diag(*weight.flatten(1).chunk(groups))
+
     @property
     def _is_linear(self) -> bool:
         base: Any = self.get_base_layer()
@@ -514,11 +527,23 @@ class _ParameterLayer(SineLayer):
 
     def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
         """See `AdapterLayer`."""
-        result: Tensor = functional_call(self.base_layer, self.sums(names), (x, *args), kwargs)
+        sums = self.sums(names)
+        owners = [(vars(self.base_layer.get_submodule(path.rpartition(".")[0])), path) for path in sums]
+        # FSDP1 hides parameters behind attributes of their names, which functional_call does not reach.
+        hidden = [(owner, name, path) for owner, path in owners if (name := path.rpartition(".")[2]) in owner]
+        before = [owner[name] for owner, name, _ in hidden]
+        try:
+            for owner, name, path in hidden:
+                owner[name] = sums[path]
+            result: Tensor = functional_call(self.base_layer, sums, (x, *args), kwargs)
+        finally:
+            for (owner, name, _), value in zip(hidden, before, strict=True):
+                owner[name] = value
         return result
 
     def _mixed(self, x: Tensor, adapter_names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
-        raise UserError(f"adapter_names cannot be used with an adapter on a {type(self.get_base_layer()).__name__}")
+        kind, base = type(self).__name__, type(self.get_base_layer()).__name__
+        raise UserError(f"lora.{kind} does not support mixed adapter batches yet. Call a {base} with one adapter.")
 
 
 class SineMultiheadAttention(_ParameterLayer, lora.layer.MultiheadAttention):
@@ -579,6 +604,12 @@ class ParamWrapper(_ParameterLayer, lora.layer.ParamWrapper):
     def transposed(self) -> bool:
         """Whether experts are stored as (E, d_in, d_out)."""
         return self._param_ndim == 3 and not self._did_swap_in_out_features
+
+    def unload_and_optionally_merge_module(self, *args: Any, **kwargs: Any) -> Any:
+        """See `LoraLayer`; adapters on other parameters of the module are in the base layer."""
+        super().unload_and_optionally_merge_module(*args, **kwargs)
+        inner = self.base_layer
+        return inner.unload_and_optionally_merge_module(*args, **kwargs) if isinstance(inner, ParamWrapper) else inner
 
     def get_delta_weight(self, adapter: str, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """See `SineLayer`."""

@@ -97,10 +97,12 @@ class CheckedTuner(BaseTuner):
         super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
-        if peft_config.target_modules is None:
+        if peft_config.target_modules is None and not getattr(peft_config, "target_parameters", None):
             model_type = model_config.get("model_type")
             if model_type not in self.target_module_mapping:
-                raise UserError(f"peft has no target_modules for {model_type!r}; give them, such as 'all-linear'")
+                raise UserError(
+                    f"Please specify `target_modules`, such as 'all-linear': peft has none for {model_type!r}"
+                )
         return super()._prepare_adapter_config(peft_config, model_config)
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
@@ -199,10 +201,12 @@ class CheckedTuner(BaseTuner):
             yield
             return
         if self.training:
-            raise UserError("adapter_names is for inference; call model.eval() first")
+            raise UserError("Cannot pass `adapter_names` when the model is in training mode; call model.eval() first")
         known = [*self.peft_config, BASE_ROWS]
         if unknown := sorted({*names} - {*known}):
-            raise UserError(f"adapter_names has {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
+            raise UserError(
+                f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}; there are {', '.join(known)}"
+            )
         beams = kwargs.get("num_beams")
         repeated = [name for name in names for _ in range(beams)] if isinstance(beams, int) and beams > 1 else names
         two_parts = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)

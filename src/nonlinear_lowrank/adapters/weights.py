@@ -85,9 +85,14 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
 
     def _mixed(self, x: Tensor, adapter_names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
         if len(x) != len(adapter_names):
-            raise UserError(f"adapter_names has {len(adapter_names)} names for {len(x)} rows; give one name a row")
+            raise UserError(
+                "Length of `adapter_names` should be the same as the number of inputs, but got "
+                f"{len(adapter_names)} and {len(x)} respectively; give one name a row"
+            )
         if self.merged:
-            raise UserError("adapter_names cannot be used while adapters are merged; call unmerge_adapter() first")
+            raise UserError(
+                "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
+            )
         rows: dict[str, list[int]] = {}
         for row, name in enumerate(adapter_names):
             rows.setdefault(name if self.present([name]) else BASE_ROWS, []).append(row)
@@ -211,7 +216,8 @@ class WeightLayer(TensorLayer):
 
 def is_plain(base: nn.Module) -> bool:
     """Return whether reading a module's weight and bias gives what calling it would use."""
-    return type(base) in _PLAIN and type(base.weight) is nn.Parameter and not is_hooked(base)
+    # FSDP1 puts views of its flat parameter, plain tensors, in the parameters' places for the time of a call.
+    return type(base) in _PLAIN and type(base.weight) in (nn.Parameter, Tensor) and not is_hooked(base)
 
 
 def is_hooked(base: nn.Module) -> bool:

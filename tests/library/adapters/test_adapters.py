@@ -155,7 +155,7 @@ def test_mixing_adapters_in_a_batch(row):
     for bad, word in ((["nobody"] * 4, "nobody"), (["default"] * 3, "one name a row")):
         with pytest.raises(UserError, match=word):
             logits(model, inputs, adapter_names=bad)
-    with pytest.raises(UserError, match="inference"):
+    with pytest.raises(UserError, match="training mode"):
         model.train()(**inputs, adapter_names=names)
 
 

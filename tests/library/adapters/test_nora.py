@@ -143,6 +143,13 @@ def test_a_16_bit_model_keeps_the_coefficients_in_float32():
     assert torch.equal(layer(x), nn.GELU()(x))
 
 
+def test_a_16_bit_model_has_16_bit_adapters_where_they_are_asked_for():
+    model = model_helpers.llama().to(torch.bfloat16)
+    adapted = get_peft_model(model, NoraConfig(groups=4), autocast_adapter_dtype=False)
+    assert {value.dtype for value in trained(adapted).values()} == {torch.bfloat16}
+    assert adapted(torch.tensor([[1, 2, 3]])).logits.dtype == torch.bfloat16
+
+
 # Starts, and what is trained: Tables 4 and 5.
 
 TUNINGS = {

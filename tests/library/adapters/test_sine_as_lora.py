@@ -82,12 +82,17 @@ def test_convolutions_have_a_sine_of_their_kernel(kind, dora):
 
 
 @pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer with groups")  # peft's
-def test_a_grouped_convolution_has_a_delta_over_all_channels():
-    model, plain, layer = adapted(nn.Conv2d(6, 4, 3, groups=2))
+@pytest.mark.parametrize("dora", [False, True], ids=["sine-LoRA", "sine-DoRA"])
+def test_a_grouped_convolution_has_a_delta_over_all_channels(dora):
+    model, plain, layer = adapted(nn.Conv2d(6, 4, 3, groups=2), use_dora=dora)
     ups, down = layer.lora_B["default"].weight.flatten(1).chunk(2), layer.lora_A["default"].weight
-    delta = torch.sin(9.0 * torch.block_diag(*ups) @ down.flatten(1)) / 54**0.5
+    kernel = plain.target.weight
+    dense = torch.cat([F.pad(kernel[:2], (0, 0, 0, 0, 0, 3)), F.pad(kernel[2:], (0, 0, 0, 0, 3, 0))]).flatten(1)
+    total = dense + torch.sin(9.0 * torch.block_diag(*ups) @ down.flatten(1)) / 54**0.5
+    if dora:
+        total = dense.norm(dim=1, keepdim=True) * total / total.norm(dim=1, keepdim=True)
     x = torch.randn(2, 6, 5, 5, dtype=torch.float64)
-    torch.testing.assert_close(model(x), plain(x) + F.conv2d(x, delta.view(4, 6, 3, 3)))
+    torch.testing.assert_close(model(x), F.conv2d(x, total.view(4, 6, 3, 3), plain.target.bias))
     with pytest.raises(UserError, match="groups cannot be merged"):
         model.merge_and_unload()
 
@@ -152,6 +157,7 @@ def test_each_expert_has_a_sine_of_its_own(transposed):
     torch.testing.assert_close(model(x), plain(x))
     model.unmerge_adapter()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    torch.testing.assert_close(model.merge_and_unload()(x), plain(x))  # of both parameters
 
 
 SMALL = {

@@ -217,8 +217,12 @@ class NobleAdapterModel(AdapterModel):
         _refuse_merge()
 
 
+class MergeError(UserError, NotImplementedError):
+    """Error of a merge that there cannot be; the class by which peft's own methods refuse one too."""
+
+
 def _refuse_merge() -> None:
-    raise UserError(
+    raise MergeError(
         "a NOBLE adapter cannot be merged: its branch is not linear in the input, so no weight can take it in; keep it "
         "as an adapter (PeftModel.from_pretrained), or drop it with unload()"
     )

@@ -244,6 +244,20 @@ class NoraActivation(TensorLayer):
         self._theta: dict[str, tuple[Tensor, Tensor]] = {}
         self._settings: dict[str, RationalConfig] = {}
 
+    @property
+    def in_features(self) -> int | None:
+        """Number of channels, None where it is not known; `out_features` is the same."""
+        return self.width
+
+    out_features = in_features
+
+    def narrow(self, name: str) -> None:
+        """Give an adapter's tensors the type of the linear in front, with autocast_adapter_dtype=False."""
+        weight = getattr(self._neighbour[0], "weight", None)
+        for tensors in (getattr(self, each) for each in self.adapter_layer_names):
+            if name in tensors and isinstance(weight, Tensor) and weight.is_floating_point():
+                tensors[name].weight.data = tensors[name].weight.data.to(weight.dtype)
+
     def original(self) -> nn.Module:
         """See `AdapterLayer`; also while adapters are merged into it."""
         return self._original[0] if self._original else self.base_layer
@@ -425,8 +439,8 @@ class NoraActivation(TensorLayer):
         values = self.coefficients(together)
         if check and not all(each.isfinite().all() for each in values):
             raise UserError(
-                f"merging {', '.join(map(repr, names))} would give coefficients that are not finite (NaN or "
-                "infinite): the adapter is broken; nothing was merged"
+                f"NaNs detected in the merged weights. The adapter {' or '.join(names)} seems to be broken: its "
+                "coefficients are not finite; none is merged"
             )
         settings = replace(self.rational(together[0]), groups=len(values[0]))
         layer = RationalActivation(settings, device=values[0].device).train(self.training)

@@ -186,9 +186,10 @@ class SineLoraModel(CheckedTuner, LoraModel):
         hint = "name it in exclude_modules"
         if isinstance(base, tuple(_LAYERS)):
             groups = getattr(base, "groups", 1)
-            if config.r % groups or (config.use_dora and groups > 1):
-                way = f"choose an r that {groups} divides" if config.r % groups else "set use_dora=False"
-                raise UserError(f"{name} is a convolution in {groups} groups; {way}, or {hint}")
+            if config.r % groups:
+                raise UserError(
+                    f"{name} is a convolution in {groups} groups; choose an r that {groups} divides, or {hint}"
+                )
         elif isinstance(matrix := matrix_of(base), str):
             raise UserError(f"{name} {matrix}; take it out of target_modules, or {hint}")
         if isinstance(base, nn.MultiheadAttention):
@@ -243,6 +244,9 @@ class SineLoraModel(CheckedTuner, LoraModel):
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
         """Raise UserError: a sum of sines is no sine of a product."""
+        configs: Any = self.peft_config.values()
+        if any(config.target_parameters for config in configs):
+            raise UserError("add_weighted_adapter does not support targeting nn.Parameter")
         raise UserError(
             "sine adapters cannot be combined into one: a sum of sines is no sine of a product; activate several with "
             "base_model.set_adapter([...]), or make them LoRA's with convert_to_lora first"
