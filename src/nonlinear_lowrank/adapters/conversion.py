@@ -15,7 +15,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import check_new_or_empty, staged_output
 from nonlinear_lowrank.validation import one_line
 
-from .lora import SineLayer
+from .sine import SineLayer
 
 
 @torch.no_grad()

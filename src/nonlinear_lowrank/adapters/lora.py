@@ -1,38 +1,31 @@
-"""Adapters on peft's own LoRA layers: their tensors, names and inits, with merging to the bit, and the sine's formula.
+"""peft's LoRA layers as bases: their tensors and names, with learning-rate roles and merging to the bit.
 
     W' = W + scaling * B A                            `LoraLinear`, NoRA++'s
-    W' = W + scaling * sin(omega * B A) / gain        sine-LoRA, on whatever peft's LoRA adapts
-    W' = m * (W + D) / |W + D|                        sine-DoRA, with D the line above's; | | of each row, a constant
 
-A and B are peft's `lora_A` and `lora_B`, and of an embedding `lora_embedding_B.T` and `lora_embedding_A.T`. A matrix is
-(d_out, d_in): a kernel's d_in is channels times kernel size. A grouped convolution has a delta over all channels, as
-peft's LoRA has, and experts one delta each.
+A and B are peft's `lora_A` and `lora_B`, and of an embedding `lora_embedding_B.T` and `lora_embedding_A.T`.
 
 Merging starts from the weight as it was before any adapter, kept on the CPU, and goes through the adapters sorted by
 name, in float32, with one rounding at the end. Hence unmerging is bit-equal, and merge(A); merge(B) is bit-equal to
 merge([A, B]).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate.utils import align_module_device
 from peft.tuners import lora
-from peft.tuners.lora.layer import LoraVariant
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from peft.utils.quantization_utils import QuantizationBackend
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Role
-from nonlinear_lowrank.ops.precision import autocast_input, no_autocast, wide_dtype
-from nonlinear_lowrank.ops.sine import SineFactors, dora_norm, effective_weights, sine_delta, sine_layer
+from nonlinear_lowrank.ops.precision import wide_dtype
 
 from .quantized import Kept, backend_of, keep_unpacked, unpack
-from .weights import AdapterLayer, AdapterTensor, is_plain
+from .weights import AdapterLayer
 
 _WHATS = {
     "lora_A": "down", "lora_B": "up", "lora_embedding_A": "up", "lora_embedding_B": "down",
@@ -91,11 +84,11 @@ class LoraLayer(AdapterLayer):
         if self.quantization_backend is not None:
             unpack(base)
             return self.quantization_backend.get_base_weight(base).detach()
-        return _read(base, self.weight_name)
+        return read_parameter(base, self.weight_name)
 
     def matrices(self, name: str) -> tuple[Tensor, Tensor]:
         """Return an adapter's B (d_out, r) and A (r, d_in), views."""
-        return _read(self.lora_B[name]).flatten(1), _read(self.lora_A[name]).flatten(1)
+        return read_parameter(self.lora_B[name]).flatten(1), read_parameter(self.lora_A[name]).flatten(1)
 
     def based(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the base's output, one that may be added to."""
@@ -106,7 +99,7 @@ class LoraLayer(AdapterLayer):
         """Return a bias with those of adapters that train one (lora_bias) added."""
         for name in names:
             if self.lora_bias[name]:
-                own = self.scaling[name] * _read(self.lora_B[name], "bias")
+                own = self.scaling[name] * read_parameter(self.lora_B[name], "bias")
                 bias = own if bias is None else bias + own.to(bias.dtype)
         return bias
 
@@ -208,448 +201,9 @@ class LoraLinear(LoraLayer, lora.Linear):
         return total.to(weight.dtype)
 
 
-class SineVariant(LoraVariant):
-    """peft's hook into the making of a layer, by which omega and gain reach it."""
-
-    @staticmethod
-    def init(module: Any, adapter_name: str, config: Any, **_: Any) -> None:  # type: ignore[override]
-        """Take an adapter's settings that LoRA has not, and draw its tensors."""
-        module.start(adapter_name, config)
-
-
-class SineLayer(LoraLayer):
-    """The sine of the factors' product as the delta; subclasses say where the weight is used."""
-
-    other_param_names: tuple[str, ...] = (*lora.LoraLayer.other_param_names, "omega", "gain", "cached")
-    lora_variants: ClassVar[Mapping[Any, Any]] = {(): SineVariant, ("use_dora",): SineVariant}
-    lora_magnitude_vector: Any
-    role = "sine_lora"
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.omega: dict[str, float] = {}
-        self.gain: dict[str, float | None] = {}
-        self.cached: dict[str, int] = {}
-        super().__init__(*args, **kwargs)
-
-    @torch.no_grad()
-    def start(self, name: str, config: Any) -> None:
-        """Take the settings; with init_lora_weights=False draw B too, for phases of about 1 rad; set DoRA's lengths."""
-        self.omega[name], self.gain[name], self.cached[name] = config.omega, config.gain, config.cached_weights
-        up, down = self.matrices(name)
-        if config.init_lora_weights is False:
-            nn.init.uniform_(down, -(down.shape[-1] ** -0.5), down.shape[-1] ** -0.5)
-            nn.init.normal_(up, std=(3 * down.shape[-1] / self.r[name]) ** 0.5 / config.omega)
-        if config.use_dora:
-            self.lora_magnitude_vector[name] = AdapterTensor(nn.Parameter(up.new_empty(up.shape[0])))
-            self.reset_magnitude(name)
-
-    def factors(self, name: str) -> SineFactors:
-        """Return an adapter's delta."""
-        up, down = self.matrices(name)
-        gain = self.gain[name]
-        return SineFactors(
-            up,
-            down,
-            self.omega[name],
-            gain=down.shape[-1] ** 0.5 if gain is None else gain,
-            scale=float(self.scaling[name]),
-            magnitude=self.lora_magnitude_vector[name]() if name in self.lora_magnitude_vector else None,
-        )
-
-    # sine-DoRA's magnitudes.
-
-    @torch.no_grad()
-    def reset_magnitude(self, name: str) -> None:
-        """Set an adapter's magnitude to the lengths of the weight's rows."""
-        magnitude = self.lora_magnitude_vector[name].weight
-        if not magnitude.is_meta:
-            magnitude.copy_(self._lengths())
-
-    @torch.no_grad()
-    def magnitude_is_narrow_and_untrained(self, name: str) -> bool:
-        """Return whether an adapter's magnitude is just these lengths, rounded to a 16-bit type."""
-        if name not in self.lora_magnitude_vector:
-            return False
-        magnitude = self.lora_magnitude_vector[name].weight
-        if magnitude.is_meta or magnitude.dtype not in (torch.bfloat16, torch.float16):
-            return False
-        return torch.equal(magnitude, self._lengths().to(magnitude.dtype))
-
-    def _lengths(self) -> Tensor:
-        """Return (d_out), computed as the operators do, for the same bits."""
-        return dora_norm(self.original_weight(), transposed=self.transposed)
-
-    # The weight.
-
-    @property
-    def transposed(self) -> bool:
-        """Whether the module stores its weight as (d_in, d_out)."""
-        return bool(getattr(self, "fan_in_fan_out", False))
-
-    def get_delta_weight(self, adapter: str, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what an adapter adds to the weight, float32 or wider, in its layout; peft's conversion asks."""
-        return sine_delta(self.dense_weight(), self.factors(adapter), transposed=self.transposed)
-
-    def dense_weight(self) -> Tensor:
-        """Return the weight without adapters, of the delta's size."""
-        return self.original_weight()
-
-    def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
-        """See `LoraLayer`; formed in the module's layout, as in training."""
-        return effective_weights(weight, [self.factors(name) for name in names], transposed=self.transposed)
-
-    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
-        """Return False: peft's conversion makes linears' factors only."""
-        return False
-
-
-class _Formed(NamedTuple):
-    """A weight with adapters in it, and what it was formed from."""
-
-    weight: Tensor
-    tensors: list[Tensor]
-    versions: list[int]
-    copies: list[Tensor]
-    settings: list[Any]
-
-
-class _ProductLayer(SineLayer):
-    """Around linears and convolutions: one product, or the base's and the delta's, each with no more saved than x.
-
-    One with a plain base and no dropout, with the weight that merging would give. In evaluation without gradients that
-    weight is kept, by the adapters in it, until something that it was formed from changes.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._formed: dict[tuple[str, ...], _Formed] = {}
-        super().__init__(*args, **kwargs)
-
-    def multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x through a weight as `applied` multiplies, for the same bits."""
-        raise NotImplementedError
-
-    def _keeps(self, names: Sequence[str]) -> bool:
-        weight = self.base_layer.weight
-        changing = torch.is_grad_enabled() or self.training or torch.compiler.is_compiling()
-        return not (changing or weight.is_meta or weight.is_inference()) and all(self.cached[name] for name in names)
-
-    def formed(self, names: Sequence[str]) -> Tensor:
-        """Return the weight with these adapters in it, in the base's layout and type; formed again after a change.
-
-        Writes that autograd counts are seen, and those past it (`.data`) to an adapter on the CPU; saving, loading and
-        moving the module, and a call with gradients, also drop what was kept.
-        """
-        key = tuple(names)
-        tensors = [self.base_layer.weight]
-        for name in names:
-            up, down, magnitude = self.lora_B[name], self.lora_A[name], name in self.lora_magnitude_vector
-            tensors += [up.weight, down.weight, *([self.lora_magnitude_vector[name].weight] if magnitude else [])]
-        settings = [each[name] for each in (self.omega, self.gain, self.scaling) for name in names]
-        if (known := self._formed.get(key)) is not None:
-            same = all(now is then for now, then in zip(tensors, known.tensors, strict=True))
-            same = same and settings == known.settings
-            if (
-                same
-                and [each._version for each in tensors] == known.versions
-                and all(
-                    now.data_ptr() == then.data_ptr() if then.is_cuda else torch.equal(now, then)
-                    for now, then in zip(tensors[1:], known.copies, strict=True)
-                )
-            ):
-                return known.weight
-        weight = self.merged_weight(tensors[0], names)
-        copies = [each.detach() if each.is_cuda else each.detach().clone() for each in tensors[1:]]
-        self._formed.pop(key, None)
-        while len(self._formed) >= max(self.cached[name] for name in names):
-            del self._formed[next(iter(self._formed))]
-        self._formed[key] = _Formed(weight, tensors, [each._version for each in tensors], copies, settings)
-        return weight
-
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._formed.clear()  # peft's hotswap reads the state, and then writes to `.data`
-        super()._save_to_state_dict(*args, **kwargs)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._formed.clear()
-        return super()._apply(*args, **kwargs)
-
-    def delete_adapter(self, adapter_name: str) -> None:
-        """Delete an adapter as peft does, and the weights that it was in."""
-        self._formed.clear()
-        super().delete_adapter(adapter_name)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_formed": {}}
-
-    def applied(self, x: Tensor, source: Any, bias: Tensor | None, names: Sequence[str], *, base: bool) -> Tensor:
-        """Return x through the weight with these adapters' deltas, or through the deltas alone without base."""
-        raise NotImplementedError
-
-    def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
-        """See `AdapterLayer`."""
-        dropped = [name for name in names if self.training and isinstance(self.lora_dropout[name], nn.Dropout)]
-        rest = [name for name in names if name not in dropped]
-        base = self.base_layer
-        if torch.is_grad_enabled() or self.training:
-            self._formed.clear()
-        if not dropped and is_plain(base) and getattr(base, "groups", 1) == 1:
-            if self._keeps(names):
-                return self.multiplied(x, self.formed(names), self.with_bias(base.bias, names))
-            return self.applied(x, base.weight, self.with_bias(base.bias, names), names, base=True)
-        y = self.based(x, *args, **kwargs)
-        parts = [(x, rest)] if rest else []
-        parts += [(self.lora_dropout[name](x), [name]) for name in dropped]
-        for part, together in parts:
-            bias = self.with_bias(None, together)
-            y = y + self.applied(part, self._source(together), bias, together, base=False).to(y.dtype)
-        return y
-
-    def _source(self, names: Sequence[str]) -> Tensor | Callable[[], Tensor] | None:
-        """Give sine-DoRA the weight: a quantized one is dequantized anew in backward, so as not to be saved."""
-        if not any(name in self.lora_magnitude_vector for name in names):
-            return None
-        return self.dense_weight() if self.quantization_backend is None else self.original_weight
-
-
-def cached_bytes(model: nn.Module) -> int:
-    """Return the bytes of the weights with adapters in them that a model's layers keep in evaluation."""
-    layers = [layer for layer in model.modules() if isinstance(layer, _ProductLayer)]
-    return sum(kept.weight.nbytes for layer in layers for kept in layer._formed.values())
-
-
-class SineLinear(_ProductLayer, lora.Linear):
-    """Around nn.Linear, Conv1D and quantized linears: (..., d_in) -> (..., d_out)."""
-
-    def applied(self, x: Tensor, source: Any, bias: Tensor | None, names: Sequence[str], *, base: bool) -> Tensor:
-        """See `_ProductLayer`."""
-        factors = [self.factors(name) for name in names]
-        return sine_layer(x, source, bias, factors, base=base, transposed=self.transposed)
-
-    def multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `_ProductLayer`."""
-        x = autocast_input(x)
-        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-        if not self.transposed:
-            return F.linear(x, weight, bias)
-        flat = x.reshape(-1, x.shape[-1])
-        y = torch.mm(flat, weight) if bias is None else torch.addmm(bias, flat, weight)
-        return y.view(*x.shape[:-1], weight.shape[1])
-
-    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
-        """Return True: an adapter adds one matrix to the weight."""
-        return True
-
-
-class _Convolution(_ProductLayer):
-    """Around a convolution of any size: (B, d_in, ...) -> (B, d_out, ...)."""
-
-    conv_fn: Any
-
-    def matrices(self, name: str) -> tuple[Tensor, Tensor]:
-        """See `SineLayer`; with groups B is block-diagonal."""
-        up, down = super().matrices(name)
-        groups: Any = self.get_base_layer().groups
-        return up if groups == 1 else torch.block_diag(*up.chunk(groups)), down
-
-    def applied(self, x: Tensor, source: Any, bias: Tensor | None, names: Sequence[str], *, base: bool) -> Tensor:
-        """See `_ProductLayer`."""
-        conv: Any = self.get_base_layer()
-        factors = [self.factors(name) for name in names]
-        if self._is_linear:
-            return sine_layer(x, source, bias, factors, base=base, stride=conv.stride)
-        weight = _sum(source, factors, base=base)
-        return self.multiplied(x, weight if base else weight.unflatten(1, (-1, *conv.kernel_size)), bias)
-
-    def multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `_ProductLayer`."""
-        conv: Any = self.get_base_layer()
-        x, padding = autocast_input(x), conv.padding
-        if conv.padding_mode != "zeros":
-            x, padding = F.pad(x, conv._reversed_padding_repeated_twice, mode=conv.padding_mode), 0
-        bias = None if bias is None else bias.to(x.dtype)
-        y: Tensor = self.conv_fn(x, weight.to(x.dtype), bias, conv.stride, padding, conv.dilation)
-        return y
-
-    def dense_weight(self) -> Tensor:
-        """See `SineLayer`; of a convolution in groups (d_out, d_in), zero between them."""
-        weight = self.original_weight()
-        groups: Any = self.get_base_layer().groups
-        return weight if groups == 1 else torch.block_diag(*weight.flatten(1).chunk(groups))
-
-    @property
-    def _is_linear(self) -> bool:
-        base: Any = self.get_base_layer()
-        plain = base.padding in ((0, 0), "valid", "same") and base.groups == 1
-        return isinstance(base, nn.Conv2d) and base.kernel_size == (1, 1) and plain
-
-    def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
-        """See `LoraLayer`; refuse groups, whose weight has not the delta's channels."""
-        base: Any = self.get_base_layer()
-        if base.groups > 1:
-            raise UserError("an adapter on a convolution with groups cannot be merged; keep it as an adapter")
-        if self._is_linear:
-            return super().merged_weight(weight, names)
-        return _sum(weight, [self.factors(name) for name in names]).view_as(weight)
-
-
-class SineConv1d(_Convolution, lora.layer.Conv1d):
-    """Around nn.Conv1d."""
-
-
-class SineConv2d(_Convolution, lora.layer.Conv2d):
-    """Around nn.Conv2d."""
-
-
-class SineConv3d(_Convolution, lora.layer.Conv3d):
-    """Around nn.Conv3d."""
-
-
-class _ParameterLayer(SineLayer):
-    """Around a module that reads a parameter itself: it is called with the sum in the parameter's place."""
-
-    lora_variants: ClassVar[Mapping[Any, Any]] = {(): None}
-
-    def update_layer(self, adapter_name: str, r: int, lora_alpha: Any, config: Any, **kwargs: Any) -> None:
-        """Add an adapter as peft does, and start it: peft has no variants here."""
-        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)  # type: ignore[misc]
-        self.start(adapter_name, config)
-
-    def sums(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return what to put in the place of which parameters of the base layer."""
-        base, path = self.base_layer, ""
-        while base is not self.get_base_layer():
-            base, path = base.base_layer, f"{path}base_layer."
-        return {f"{path}{self.weight_name}": self.merged_weight(self.original_weight(), names)}
-
-    def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
-        """See `LoraLayer`; differentiable."""
-        return _sum(weight, [self.factors(name) for name in names], transposed=self.transposed)
-
-    def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
-        """See `AdapterLayer`."""
-        sums = self.sums(names)
-        owners = [(vars(self.base_layer.get_submodule(path.rpartition(".")[0])), path) for path in sums]
-        # FSDP1 hides parameters behind attributes of their names, which functional_call does not reach.
-        hidden = [(owner, name, path) for owner, path in owners if (name := path.rpartition(".")[2]) in owner]
-        before = [owner[name] for owner, name, _ in hidden]
-        try:
-            for owner, name, path in hidden:
-                owner[name] = sums[path]
-            result: Tensor = functional_call(self.base_layer, sums, (x, *args), kwargs)
-        finally:
-            for (owner, name, _), value in zip(hidden, before, strict=True):
-                owner[name] = value
-        return result
-
-    def _mixed(self, x: Tensor, adapter_names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
-        kind, base = type(self).__name__, type(self.get_base_layer()).__name__
-        raise UserError(f"lora.{kind} does not support mixed adapter batches yet. Call a {base} with one adapter.")
-
-
-class SineMultiheadAttention(_ParameterLayer, lora.layer.MultiheadAttention):
-    """Around nn.MultiheadAttention, on in_proj_weight and out_proj, as peft's."""
-
-    weight_name = "in_proj_weight"
-
-    def __init__(self, base_layer: nn.Module, adapter_name: str, config: Any, r: int, lora_alpha: float, **rest: Any):
-        super().__init__(base_layer, adapter_name, config, r, lora_alpha, **rest)
-        plain = base_layer.out_proj.get_base_layer()  # type: ignore[union-attr,operator]
-        base_layer.out_proj = SineLinear(plain, adapter_name, config, r, lora_alpha, **rest)
-
-    @property
-    def _qkv_same_embed_dim(self) -> bool:
-        return False  # or nn.TransformerEncoderLayer reads the weights instead of calling this module
-
-    def sums(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """See `_ParameterLayer`."""
-        out = self.base_layer.out_proj
-        weight = _sum(out.original_weight(), [out.factors(name) for name in names])
-        return super().sums(names) | {"out_proj.base_layer.weight": weight}
-
-    def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        """Call the module; query by position or name."""
-        return super().forward(query, *args, **kwargs)
-
-    def unmerge(self) -> None:
-        """See `LoraLayer`; out_proj merges by itself, and is a part of this module."""
-        super().unmerge()
-        self.base_layer.out_proj.unmerge()
-
-    def unload_and_optionally_merge_module(self, *args: Any, **kwargs: Any) -> Any:
-        """See `LoraLayer`."""
-        base: Any = super().unload_and_optionally_merge_module(*args, **kwargs)
-        base.out_proj = base.out_proj.unload_and_optionally_merge_module(*args, **kwargs)
-        return base
-
-    def _restore_weights(self) -> None:
-        """Do nothing: the weights never leave their places."""
-
-
-class ParamWrapper(_ParameterLayer, lora.layer.ParamWrapper):
-    """Around a module's matrix, or experts (E, d_in, d_out) or (E, d_out, d_in); peft goes by the class's name."""
-
-    def __init__(self, base_layer: nn.Module, adapter_name: str, parameter_name: str, *args: Any, **kwargs: Any):
-        self.weight_name = parameter_name
-        super().__init__(base_layer, adapter_name, parameter_name, *args, **kwargs)
-
-    def matrices(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return B (d_out, r) and A (r, d_in), or (E, d_out, r) and (E, r, d_in) of experts."""
-        up, down = _read(self.lora_B[name]), _read(self.lora_A[name])
-        if self._param_ndim == 2:
-            return up, down
-        experts: int = self.num_experts
-        return up.unflatten(1, (-1, experts)).permute(2, 0, 1), down.unflatten(0, (experts, -1))
-
-    @property
-    def transposed(self) -> bool:
-        """Whether experts are stored as (E, d_in, d_out)."""
-        return self._param_ndim == 3 and not self._did_swap_in_out_features
-
-    def unload_and_optionally_merge_module(self, *args: Any, **kwargs: Any) -> Any:
-        """See `LoraLayer`; adapters on other parameters of the module are in the base layer."""
-        super().unload_and_optionally_merge_module(*args, **kwargs)
-        inner = self.base_layer
-        return inner.unload_and_optionally_merge_module(*args, **kwargs) if isinstance(inner, ParamWrapper) else inner
-
-    def get_delta_weight(self, adapter: str, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        """See `SineLayer`."""
-        delta = _delta(None, self.factors(adapter))
-        return delta.mT if self.transposed else delta
-
-
-def _read(module: nn.Module, name: str = "weight") -> Tensor:
+def read_parameter(module: nn.Module, name: str = "weight") -> Tensor:
     """Return a module's parameter; an offloaded one is on meta but for the module's own forward."""
     if not hasattr(module, "_hf_hook"):
         return getattr(module, name)
     with align_module_device(module):
         return getattr(module, name)
-
-
-def _delta(matrix: Tensor | None, factors: SineFactors) -> Tensor:
-    """Return one delta (..., d_out, d_in), differentiable, in the order of operations of `ops.sine.Delta`."""
-    dtype = wide_dtype(*(each for each in (matrix, factors.up, factors.down) if each is not None))
-    sine = ((factors.up.to(dtype) * factors.omega) @ factors.down.to(dtype)).sin() * factors.amplitude
-    if factors.magnitude is None:
-        return sine
-    assert matrix is not None
-    norm = torch.linalg.vector_norm((sine + matrix).detach(), dim=-1)
-    ratio = torch.where(norm > 0, factors.magnitude.to(dtype) / norm, 1.0)[:, None]
-    return sine * ratio + matrix * (ratio - 1)
-
-
-def _sum(
-    weight: Tensor | None, factors: Sequence[SineFactors], *, base: bool = True, transposed: bool = False
-) -> Tensor:
-    """Return the weight with deltas in its layout and type, or without base the deltas alone (d_out, d_in), wide."""
-    matrix = None
-    if weight is not None:
-        matrix = weight.mT if transposed else weight.flatten(1) if factors[0].up.ndim == 2 else weight
-    with no_autocast(factors[0].up):
-        total = matrix if base else None
-        for each in factors:
-            delta = _delta(matrix, each)
-            total = delta if total is None else delta + total
-    assert total is not None
-    if weight is None or not base:
-        return total
-    return (total.mT if transposed else total.view_as(weight)).to(weight.dtype)

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from adapter_helpers import PEFT_WARNINGS
 from nonlinear_lowrank import SineLoraConfig
-from nonlinear_lowrank.adapters.lora import cached_bytes
+from nonlinear_lowrank.adapters.sine import cached_bytes
 
 pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 

@@ -19,7 +19,7 @@ import nonlinear_lowrank as nlr
 from adapter_helpers import PEFT_WARNINGS
 from nonlinear_lowrank import SineLoraConfig, UserError
 from nonlinear_lowrank.adapters.conversion import convert_to_lora
-from nonlinear_lowrank.adapters.lora import SineLayer
+from nonlinear_lowrank.adapters.sine import SineLayer
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from rounding_helpers import assert_close_by_norm
 

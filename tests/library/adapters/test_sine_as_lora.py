@@ -16,7 +16,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen
 import model_helpers
 from adapter_helpers import PEFT_WARNINGS
 from nonlinear_lowrank import SineLoraConfig, UserError
-from nonlinear_lowrank.adapters.lora import SineLayer
+from nonlinear_lowrank.adapters.sine import SineLayer
 from rounding_helpers import assert_close_by_norm
 
 pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)

@@ -32,7 +32,8 @@ from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from nonlinear_lowrank.adapters.config import AdapterConfig
-from nonlinear_lowrank.adapters.lora import LoraLinear, SineLinear
+from nonlinear_lowrank.adapters.lora import LoraLinear
+from nonlinear_lowrank.adapters.sine import SineLinear
 from nonlinear_lowrank.adapters.weights import TensorLayer
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Role

@@ -3,7 +3,7 @@
     D  = scaling * sin(omega * B A) / gain            sine-LoRA: W' = W + D
     W' = m * (W + D) / |W + D|                        sine-DoRA (use_dora=True); | | of each row, not differentiated
 
-The layers are peft's own LoRA layers (`adapters.lora`), so that names, inits and whatever peft does with LoRA are its
+The layers are peft's own LoRA layers (`adapters.sine`), so that names, inits and whatever peft does with LoRA are its
 own. Init and learning-rate table; d_in is the width that |.| runs over: in_features, `weight.shape[0]` of a Conv1D,
 channels times kernel size of a convolution, embedding_dim of an embedding (whose d_out is the number of tokens).
 
@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.adapters.config import NamedConfig
-from nonlinear_lowrank.adapters.lora import (
+from nonlinear_lowrank.adapters.quantized import backend_of
+from nonlinear_lowrank.adapters.sine import (
     ParamWrapper,
     SineConv1d,
     SineConv2d,
@@ -40,7 +41,6 @@ from nonlinear_lowrank.adapters.lora import (
     SineLinear,
     SineMultiheadAttention,
 )
-from nonlinear_lowrank.adapters.quantized import backend_of
 from nonlinear_lowrank.adapters.tuner import CheckedTuner, register_adapter
 from nonlinear_lowrank.adapters.weights import is_hooked
 from nonlinear_lowrank.errors import UserError
