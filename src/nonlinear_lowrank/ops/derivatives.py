@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from .precision import no_autocast
@@ -23,9 +24,14 @@ def transformed() -> bool:
     return _are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def differentiated() -> bool:
-    """Return whether a backward's own results may be differentiated (`create_graph=True`), or are transformed."""
-    return transformed() or (torch.is_grad_enabled() and not torch.compiler.is_compiling())
+def differentiated(*dys: Tensor) -> bool:
+    """Return whether a backward of these gradients is itself differentiated (`create_graph=True`) or transformed.
+
+    `is_grads_batched=True` has tensors of its own, which no in-place operation on others can take.
+    """
+    if torch.compiler.is_compiling():
+        return transformed()
+    return torch.is_grad_enabled() or transformed() or any(map(is_legacy_batchedtensor, dys))
 
 
 def formula_gradients(

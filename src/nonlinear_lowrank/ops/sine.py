@@ -198,7 +198,7 @@ class _SineLayer(torch.autograd.Function):
         x, weight, *flat = ctx.saved_tensors
         weight = weight if ctx.source is None else ctx.source()
         wanted = [bool(need) for need in (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:])]
-        if differentiated():
+        if differentiated(dy):
             dx, dweight, dbias, *others = _formula_gradients(dy, x, weight, flat, ctx.settings, ctx.layout, wanted)
             return dx, dweight, dbias, None, None, *others
         run = _backward_op if torch.compiler.is_compiling() else _backward

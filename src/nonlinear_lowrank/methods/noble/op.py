@@ -216,7 +216,7 @@ class _NobleLinears(torch.autograd.Function):
         wanted = list(ctx.needs_input_grad[2 : 4 + 2 * n])  # x, h, weights, biases
         wanted[0] &= weights[0] is not None or tensors[0] is not None  # else y does not depend on x
         inputs = gradients[:-1], x, h, weights, tensors, ctx.activation, wanted
-        if differentiated():
+        if differentiated(*gradients[:-1]):
             return None, None, *_formula_gradients(*inputs, ctx.needs_input_grad[4 + 2 * n :])
         if not torch.compiler.is_compiling():
             return None, None, *_backward(*inputs)

@@ -156,7 +156,7 @@ class _Rational(torch.autograd.Function):
     def backward(ctx: Any, dy: Any) -> Any:
         x, up, numerator, denominator, base_numerator, base_denominator = ctx.saved_tensors
         ratio = Ratio(numerator, denominator, ctx.form, ctx.limits, base_numerator, base_denominator, ctx.formula)
-        if differentiated():
+        if differentiated(dy):
 
             def formula(x: Any, up: Any, numerator: Any, denominator: Any) -> Tensor:
                 return _formula(x, up, ratio._replace(numerator=numerator, denominator=denominator))

@@ -95,7 +95,7 @@ class _LowRankLinear(torch.autograd.Function):
         wanted = [bool(need) for need in ctx.needs_input_grad[:4]]
         x, up, down = ctx.saved_tensors
         activation, omega, gain = ctx.settings
-        if differentiated():
+        if differentiated(dy):
             # Gradients do not depend on the bias, which is not saved.
             inputs = x, up, down, dy.new_zeros(dy.shape[-1]) if wanted[3] else None, *ctx.settings
             return tuple(formula_gradients(lowrank_linear_reference, inputs, [*wanted, *[False] * 3], dy))
@@ -204,7 +204,7 @@ class _SineEmbedding(torch.autograd.Function):
     def backward(ctx: Any, dy: Any) -> Any:
         indices, weight, *flat = ctx.saved_tensors
         wanted = [bool(need) for need in (ctx.needs_input_grad[1], *ctx.needs_input_grad[5:])]
-        if differentiated():
+        if differentiated(dy):
             settings, padding_idx, base = ctx.settings, ctx.padding_idx, ctx.base
 
             def formula(weight: Any, *flat: Any) -> Tensor:
