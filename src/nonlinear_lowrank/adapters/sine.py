@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.ops.derivatives import transformed
 from nonlinear_lowrank.ops.precision import autocast_input, no_autocast, wide_dtype
 from nonlinear_lowrank.ops.sine import SineFactors, dora_norm, effective_weights, sine_delta, sine_layer
 
@@ -147,7 +148,7 @@ class _ProductLayer(SineLayer):
 
     def _keeps(self, names: Sequence[str]) -> bool:
         weight = self.base_layer.weight
-        changing = torch.is_grad_enabled() or self.training or torch.compiler.is_compiling()
+        changing = torch.is_grad_enabled() or self.training or torch.compiler.is_compiling() or transformed()
         return not (changing or weight.is_meta or weight.is_inference()) and all(self.cached[name] for name in names)
 
     def formed(self, names: Sequence[str]) -> Tensor:
