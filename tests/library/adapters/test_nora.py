@@ -54,6 +54,7 @@ def count(model):
         ({"tuning": "rational", "form": "sum_of_abs"}, 12 * 8 * (6 + 4)),
         ({"tuning": "rational", "numerator_only": True}, 12 * 8 * 6),
         ({"tuning": "constants"}, 12 * 8 * 2),
+        ({"tuning": "shared", "r": 3}, 12 * 78),  # the released code's
         ({"degrees": (3, 2)}, 12 * 8 * (3 * 2 + 2 + 2 * 2 + 2)),
         ({"lora_r": 8, "lora_target_modules": ["q_proj", "v_proj"]}, 2112 + 12 * 2 * 8 * (192 + 192)),
     ],
@@ -157,6 +158,9 @@ TUNINGS = {
     "low_rank": {
         "numerator_a": (4, 5, 2), "numerator_b": (4, 2), "denominator_a": (4, 4, 2), "denominator_b": (4, 2),
     },
+    "shared": {
+        "numerator_a": (2, 6), "numerator_b": (4, 2), "denominator_a": (2, 4), "denominator_b": (4, 2),
+    },
     "rational": {"numerator": (4, 6), "denominator": (4, 5)},
     "zero_init": {"numerator": (4, 6), "denominator": (4, 5)},
     "gelu_init": {"numerator": (4, 6), "denominator": (4, 5)},
@@ -196,7 +200,7 @@ def test_what_each_tuning_trains_and_where_it_starts(tuning, side):
     # What moves when it is trained: every coefficient that the table names, and no other.
     start = [each.detach().clone() for each in (plain.rational_numerator, plain.rational_denominator)]
     drawn(model)
-    if tuning == "low_rank":
+    if tuning in ("low_rank", "shared"):
         drawn(model)  # B was zero
     merged = model.merge_and_unload()[1]
     assert isinstance(merged, RationalActivation)
@@ -204,7 +208,7 @@ def test_what_each_tuning_trains_and_where_it_starts(tuning, side):
         moved = ((getattr(merged, f"rational_{name}") - before).abs() != 0).all(0).tolist()
         if name not in tuned:
             assert torch.equal(getattr(merged, f"rational_{name}"), before)
-        elif tuning == "low_rank":
+        elif tuning == "low_rank" or (tuning, name) == ("shared", "denominator"):
             assert moved == [False, *[True] * (len(moved) - 1)]
         elif tuning == "constants":
             assert moved == [True, *[False] * (len(moved) - 1)]
@@ -220,6 +224,25 @@ def test_all_of_kats_denominator_is_shifted():
     moved = merged.rational_denominator - torch.tensor(fit["denominator"])
     assert moved.shape == (4, 4)
     assert (moved != 0).all()
+
+
+@forms
+@pytest.mark.parametrize(("alpha", "scale"), [(None, 2.0), (6.0, 3.0)])
+def test_the_released_shift_shares_a_between_groups(form, alpha, scale):
+    model, layer = adapted_mlp(dtype=torch.float32, tuning="shared", form=form, shift_alpha=alpha)
+    expected = []
+    for name, theta in zip(("numerator", "denominator"), layer.theta("default"), strict=True):
+        a, b = (getattr(layer, f"lora_{name}_{factor}")["default"].weight for factor in "ab")
+        shift = scale * b @ a
+        expected.append(theta + nn.functional.pad(shift, (theta.shape[1] - shift.shape[1], 0)))
+    merged = model.merge_and_unload()[1]
+    torch.testing.assert_close(merged.rational_numerator, expected[0])
+    torch.testing.assert_close(merged.rational_denominator, expected[1])
+
+
+def test_shift_alpha_is_refused_where_it_would_not_act():
+    with pytest.raises(UserError, match="shift_alpha is for tuning='shared'"):
+        NoraConfig(shift_alpha=4)
 
 
 @tunings

@@ -9,6 +9,9 @@ and b1 ... bn, as many coefficients as the degree says: G ((m + 1) r + (n + 1) r
 | lora_numerator_b   | (G, r)      | low_rank            | 0                     | 1    | yes   |
 | lora_denominator_a | (G, n, r)   | low_rank            | N(0, 0.02^2)          | 1    | yes   |
 | lora_denominator_b | (G, r)      | low_rank            | 0                     | 1    | yes   |
+| lora_numerator_a   | (r, m+1)    | shared              | U(-1, 1) / sqrt(m+1)  | 1    | yes   |
+| lora_denominator_a | (r, n)      | shared              | U(-1, 1) / sqrt(n)    | 1    | yes   |
+| lora_..._b         | (G, r)      | shared              | 0                     | 1    | yes   |
 | lora_numerator     | (G, m+1)    | zero_init           | 0, a shift            | 1    | yes   |
 |                        | (G, m+1)    | rational, gelu_init | the coefficients      | 1    | no    |
 |                        | (G, 1)      | constants           | 0, a shift of a0      | 1    | yes   |
@@ -50,7 +53,7 @@ ALL_ACTIVATIONS = "all-activations"
 ALL_LINEAR = "all-linear"
 """As `lora_target_modules`: every linear but heads."""
 
-Tuning = Literal["low_rank", "rational", "zero_init", "gelu_init", "constants"]
+Tuning = Literal["low_rank", "shared", "rational", "zero_init", "gelu_init", "constants"]
 
 
 @dataclass
@@ -67,7 +70,7 @@ class NoraConfig(AdapterConfig):
     patterns: ClassVar[Mapping[str, str]] = {"r": "rank_pattern", "groups": "groups_pattern"}
 
     r: int = 2
-    """Rank of the coefficients' shift, with tuning="low_rank"."""
+    """Rank of the coefficients' shift, with tuning="low_rank" or "shared"."""
     rank_pattern: dict[str, int] = field(default_factory=dict)
     """{module name or regular expression: r} where it differs."""
     groups: int = 8
@@ -91,11 +94,14 @@ class NoraConfig(AdapterConfig):
     denominator_only: bool = False
     """Shift the denominator's coefficients alone (Table 5)."""
     tuning: Tuning = "low_rank"
-    """Trained part (Table 4). "low_rank": NoRA, a shift A B. "rational": the coefficients themselves.
+    """Trained part (Table 4). "low_rank": NoRA, a shift A B. "shared": the authors' released code, a shift
+    shift_alpha / r B A with one A for all groups, of a0 too. "rational": the coefficients themselves.
     "zero_init": a shift of every coefficient, from zero. "gelu_init": the coefficients, from GELU's fit whatever
     they replace. "constants": a0 and b0 alone."""
     init_std: float = 0.02
-    """A starts as N(0, init_std^2), B at zero."""
+    """A starts as N(0, init_std^2), B at zero, with tuning="low_rank"."""
+    shift_alpha: float | None = None
+    """The shift of tuning="shared" is scaled by shift_alpha / r. None: 2 r, the released code's."""
     lora_r: int = 0
     """Rank of LoRA on linears, trained together with the activations: NoRA++. 0: none."""
     lora_target_modules: list[str] | str | None = None
@@ -143,7 +149,7 @@ class NoraConfig(AdapterConfig):
         check_integer("lora_cached_weights", self.lora_cached_weights, minimum=0)
         check_share("lora_dropout", self.lora_dropout)
         check_number("lora_omega", self.lora_omega, above=0)
-        for name in ("lora_alpha", "lora_gain"):
+        for name in ("shift_alpha", "lora_alpha", "lora_gain"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), above=0)
         for kind, values in self.fits.items():
@@ -160,6 +166,8 @@ class NoraConfig(AdapterConfig):
             raise UserError(
                 "tuning='gelu_init' starts from GELU and anchor='exact' from the activation as it is; drop one of them"
             )
+        if self.shift_alpha is not None and self.tuning != "shared":
+            raise UserError(f"shift_alpha is for tuning='shared', and tuning is {self.tuning!r}; leave one of them out")
         if self.lora_r == 0 and (self.lora_sine or self.lora_target_modules):
             name = "lora_sine" if self.lora_sine else "lora_target_modules"
             raise UserError(f"{name} is for NoRA++; set lora_r above 0 too")
@@ -228,6 +236,7 @@ def _are_numbers(values: Any, size: int) -> bool:
 
 
 _SIDES = ("numerator", "denominator")
+_FACTORED = ("low_rank", "shared")
 _RANDOM = 0.3  # of init_weights=False, see `reset_adapter`
 
 
@@ -295,9 +304,10 @@ class NoraActivation(TensorLayer):
         for side, theta in zip(_SIDES, self.theta(name), strict=True):
             if not _is_tuned(config, side):
                 continue
-            if config.tuning == "low_rank":
-                shifted = theta.shape[1] - self._first(name, side)
-                self._dict(side, "_a")[name] = self.parameter(config.groups, shifted, config.r)
+            if config.tuning in _FACTORED:
+                shifted, shared = theta.shape[1] - self._first(name, side), config.tuning == "shared"
+                shape = (config.r, shifted) if shared else (config.groups, shifted, config.r)
+                self._dict(side, "_a")[name] = self.parameter(*shape)
                 self._dict(side, "_b")[name] = self.parameter(config.groups, config.r)
             else:
                 terms = 1 if config.tuning == "constants" else theta.shape[1]
@@ -310,12 +320,15 @@ class NoraActivation(TensorLayer):
         for index, side in enumerate(_SIDES):
             if not _is_tuned(config, side):
                 continue
-            if config.tuning == "low_rank":
-                a = nn.init.normal_(self._dict(side, "_a")[name].weight, std=config.init_std)
-                std = 0.0 if config.init_weights else _RANDOM / (config.init_std * config.r**0.5)
+            if config.tuning in _FACTORED:
+                a, shared = self._dict(side, "_a")[name].weight, config.tuning == "shared"
+                spread = a.shape[1] ** -0.5 if shared else config.init_std
+                nn.init.uniform_(a, -spread, spread) if shared else nn.init.normal_(a, std=spread)
+                std = 0.0 if config.init_weights else _RANDOM / (spread * config.r**0.5)
                 nn.init.normal_(self._dict(side, "_b")[name].weight, std=std)
                 if not config.init_weights:
-                    a.mul_(self._falling(name, a.shape[1], 1)[:, None].to(a.device))
+                    falling = self._falling(name, a.shape[1], self._first(name, side)).to(a.device)
+                    a.mul_(falling if shared else falling[:, None])
                 continue
             tensor = self._dict(side)[name].weight
             nn.init.normal_(tensor, std=0.0 if config.init_weights else _RANDOM)
@@ -341,13 +354,15 @@ class NoraActivation(TensorLayer):
         return getattr(self, f"lora_{side}{factor}")
 
     def _first(self, name: str, side: str) -> int:
-        """Return the first coefficient that a low-rank shift touches; constants stay."""
-        return 1 if side == "numerator" or self.rational(name).form == "abs_of_sum" else 0
+        """Return the first coefficient that a shift of factors touches; constants stay, but for a0 with "shared"."""
+        if side == "numerator":
+            return 0 if self.configs[name].tuning == "shared" else 1
+        return 1 if self.rational(name).form == "abs_of_sum" else 0
 
     def roles(self, name: str) -> Mapping[str, Role]:
         """Return the roles of this file's table."""
         config: NoraConfig = self.configs[name]
-        if config.tuning == "low_rank":
+        if config.tuning in _FACTORED:
             return {f"lora_{side}_{factor}": Role(f"nora.{factor}") for side in _SIDES for factor in "ab"}
         shifts = config.tuning in ("zero_init", "constants")
         role = Role("nora.shift" if shifts else "nora.coefficients", decay=shifts)
@@ -380,8 +395,10 @@ class NoraActivation(TensorLayer):
         if not _is_tuned(config, side):
             return None
         theta = self.theta(name)[index]
-        if config.tuning == "low_rank":
+        if config.tuning in _FACTORED:
             a, b = self._dict(side, "_a")[name](), self._dict(side, "_b")[name]()
+            if config.tuning == "shared":
+                a = a.t() * (2.0 if config.shift_alpha is None else config.shift_alpha / config.r)
             # Written out: a matrix product would be rounded to 16 bits under autocast.
             shift = (a.to(wide_dtype(a)) * b.to(wide_dtype(b))[:, None, :]).sum(-1)
             return F.pad(shift, (self._first(name, side), 0))
