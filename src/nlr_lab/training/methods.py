@@ -260,8 +260,9 @@ _SHORT_TUNED = {"r": "r", "lora_r": "lora", "omega": "w", "lora_alpha": "a", "ta
 # Fields that are peft's own bookkeeping, or set by the task.
 _NOT_SETTINGS = {
     *("peft_type", "task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode"),
-    *("peft_version", "modules_to_save"),
+    "peft_version",
 }
+_LISTS = ("target_modules", "lora_target_modules", "exclude_modules", "modules_to_save")
 
 
 @dataclass(frozen=True)
@@ -301,7 +302,7 @@ class Tuning(ArmKind):
             if key in ("r", "lora_r"):
                 check_integer(f"{key} of {self.name}", value, minimum=1)
             # Slashes separate ends of names; "all-linear" and regular expressions stay as they are.
-            lists = key in ("target_modules", "lora_target_modules", "exclude_modules") and isinstance(value, str)
+            lists = key in _LISTS and isinstance(value, str)
             if lists and value != "all-linear" and not re.search(r"[.*+?()\[\]|\\^$]", value):
                 full[key] = value.split("/")
         if "plus" in full:
@@ -333,7 +334,9 @@ class Tuning(ArmKind):
     ) -> nn.Module:
         from peft import get_peft_model
 
-        named: dict[str, Any] = {**({"modules_to_save": list(setup.head)} if setup.head else {}), **settings}
+        named = dict(settings)
+        if whole := [*setup.head, *settings.get("modules_to_save", ())]:
+            named["modules_to_save"] = whole
         if adapter.targets and setup.targets and named.get(adapter.targets) is None:
             named[adapter.targets] = list(setup.targets)
         if adapter.config[0] == "peft" and isinstance(named.get(adapter.targets), list):

@@ -34,7 +34,8 @@ class NamedConfig:
                 raise UserError(f"{name} must be names or one regular expression, got {value!r}")
             if listed:
                 setattr(config, name, set(value))
-        if config.bias not in ("none", "all", "adapter_only", "lora_only"):
+        # peft's own names for the last are of the method's type.
+        if config.bias not in ("none", "all", "adapter_only", "lora_only", f"{self.type_name.lower()}_only"):
             raise UserError(f"bias must be 'none', 'all' or 'adapter_only', got {config.bias!r}")
         if isinstance(config.target_modules, str) and config.layers_to_transform is not None:
             raise UserError("layers_to_transform needs target_modules as a list of names, not a regular expression")

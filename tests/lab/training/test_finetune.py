@@ -67,6 +67,15 @@ def test_arm_trains_its_adapter_and_the_head(root, arm):
         assert count_parameters(model, trainable=True) == COUNTS[arm] + 34
 
 
+@pytest.mark.parametrize("arm", ["lora:r=2", "nora:tuning=shared,r=3,groups=2"])
+def test_arm_trains_whole_modules_and_biases_beside_the_adapter(root, arm):
+    recipe = helpers.recipe(helpers.glue_task(root), f"{arm},modules_to_save=LayerNorm,bias=all")
+    trained = {name for name, value in adapted(recipe).named_parameters() if value.requires_grad}
+    assert any("classifier" in name for name in trained)
+    assert any("LayerNorm" in name for name in trained)
+    assert any(name.endswith("query.base_layer.bias" if "lora:" in arm else "query.bias") for name in trained)
+
+
 def test_full_trains_everything_and_starts_alike(root):
     recipe = helpers.recipe(helpers.glue_task(root), "full")
     full, lora = adapted(recipe), adapted(replace(recipe, arm=Arm.parse("lora:r=2")))
