@@ -1,7 +1,8 @@
 """Derivatives that an operator's own backward does not give: there it is its plain formula, which torch differentiates.
 
 That is every transform of `torch.func` (grad, vmap, jvp, ...), forward-mode differentiation, and the backward of a
-backward. The formula saves what any PyTorch code of its kind saves.
+backward. The formula saves what any PyTorch code of its kind saves. No `autograd.Function` of ours meets a transform,
+so they take the form with ctx in forward: the other inspects a signature in every call, 14 microseconds.
 """
 
 from collections.abc import Callable, Sequence

@@ -184,14 +184,11 @@ class _SineLayer(torch.autograd.Function):
     """Saves x and the parameters."""
 
     @staticmethod
-    def forward(x: Any, weight: Any, *rest: Any) -> Any:
-        return _run(x, weight() if callable(weight) else weight, *rest)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
-        x, weight, _bias, ctx.settings, ctx.layout, *flat = inputs
-        ctx.source, weight = (weight, None) if callable(weight) else (None, weight)
-        ctx.save_for_backward(x, weight, *flat)
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, settings: Any, layout: Any, *flat: Any) -> Any:
+        ctx.settings, ctx.layout = settings, layout
+        ctx.source, saved = (weight, None) if callable(weight) else (None, weight)
+        ctx.save_for_backward(x, saved, *flat)
+        return _run(x, weight if ctx.source is None else weight(), bias, settings, layout, *flat)
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:

@@ -197,16 +197,13 @@ class _NobleLinears(torch.autograd.Function):
     """Saves x, h and the parameters. Tensors are n weights, n biases and the branches' (autograd takes no lists)."""
 
     @staticmethod
-    def forward(n: Any, activation: Any, x: Any, h: Any, *tensors: Any) -> Any:
+    def forward(ctx: Any, n: Any, activation: Any, x: Any, h: Any, *tensors: Any) -> Any:
         run = _forward_op if as_one_op() else _forward
-        return tuple(run(x, h, tensors[:n], tensors[n : 2 * n], tensors[2 * n :], activation, training=True))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
-        ctx.n, ctx.activation, x, given, *tensors = inputs
+        output = tuple(run(x, h, tensors[:n], tensors[n : 2 * n], tensors[2 * n :], activation, training=True))
+        ctx.n, ctx.activation = n, activation
         ctx.mark_non_differentiable(output[-1])
-        h = output[-1] if given is None else given
-        ctx.save_for_backward(x, h, *tensors[: ctx.n], *tensors[2 * ctx.n :])
+        ctx.save_for_backward(x, output[-1] if h is None else h, *tensors[:n], *tensors[2 * n :])
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -144,13 +144,10 @@ class _Rational(torch.autograd.Function):
     """Saves x, up and the coefficients."""
 
     @staticmethod
-    def forward(x: Any, up: Any, *ratio: Any) -> Any:
-        return _value(x, up, Ratio(*ratio))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
-        x, up, numerator, denominator, ctx.form, ctx.limits, *base, ctx.formula = inputs
+    def forward(ctx: Any, x: Any, up: Any, *ratio: Any) -> Any:
+        numerator, denominator, ctx.form, ctx.limits, *base, ctx.formula = ratio
         ctx.save_for_backward(x, up, numerator, denominator, *base)
+        return _value(x, up, Ratio(*ratio))
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:

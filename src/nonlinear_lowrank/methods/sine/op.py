@@ -82,13 +82,10 @@ class _LowRankLinear(torch.autograd.Function):
     """Saves x and the factors."""
 
     @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return _run(*inputs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
-        x, up, down, _bias, *ctx.settings = inputs
+    def forward(ctx: Any, x: Any, up: Any, down: Any, bias: Any, *settings: Any) -> Any:
+        ctx.settings = settings
         ctx.save_for_backward(x, up, down)
+        return _run(x, up, down, bias, *settings)
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
@@ -192,13 +189,10 @@ class _SineEmbedding(torch.autograd.Function):
     """Saves indices and the parameters."""
 
     @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return _run_rows(*inputs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
+    def forward(ctx: Any, *inputs: Any) -> Any:
         indices, weight, ctx.settings, ctx.padding_idx, ctx.base, *flat = inputs
         ctx.save_for_backward(indices, weight, *flat)
+        return _run_rows(*inputs)
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
