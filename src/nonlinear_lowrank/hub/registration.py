@@ -1,4 +1,4 @@
-"""Register our types with transformers and peft, without importing them, or torch, before anybody else does.
+"""Register our types with transformers, peft and diffusers, without importing them, or torch, before anybody else does.
 
 Each is told at the moment it is imported, or at once where it already is:
 
@@ -6,6 +6,8 @@ Each is told at the moment it is imported, or at once where it already is:
   transformers knows more than 400 backbones.
 - Methods' modules of adapters are imported with peft, to which they register themselves (`adapters.tuner`). A saved
   adapter names its type in adapter_config.json: a process without this package fails there with `KeyError: 'NLR_...'`.
+- diffusers' `load_lora_adapter` builds a LoraConfig out of the settings in a file, whatever they are of; of ours it is
+  given the config that they are of.
 - Our own `augment` is told to make saveable what it augmented.
 """
 
@@ -76,6 +78,16 @@ def _on_peft(_peft: Any) -> None:
             importlib.import_module(method.adapter)
 
 
+def _on_diffusers(loaders: Any) -> None:
+    def create(create: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
+        settings = kwargs.get("metadata", args[2] if len(args) > 2 else None) or {}
+        if not str(settings.get("peft_type", "")).startswith("NLR_"):
+            return create(*args, **kwargs)
+        return importlib.import_module("peft").PeftConfig.from_peft_type(**settings)
+
+    wrapt.wrap_function_wrapper(loaders, "_create_lora_config", create)
+
+
 def _on_augment(augment: Any) -> None:
     def make_saveable(model: Any, entry: dict[str, Any]) -> None:
         if hasattr(model, "save_pretrained"):
@@ -86,4 +98,5 @@ def _on_augment(augment: Any) -> None:
 
 wrapt.register_post_import_hook(_on_peft, "peft")
 wrapt.register_post_import_hook(_on_transformers, "transformers.models.auto.configuration_auto")
+wrapt.register_post_import_hook(_on_diffusers, "diffusers.loaders.peft")
 wrapt.register_post_import_hook(_on_augment, "nonlinear_lowrank.surgery.augment")

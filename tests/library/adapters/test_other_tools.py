@@ -1,4 +1,5 @@
-"""Adapters in the tools that people use LoRA with, LoRA as the control: trl's trainers and accelerate's offloading."""
+"""Adapters in the tools that people use LoRA with, LoRA as the control: trl's trainers, accelerate's offloading,
+transformers' pipelines, diffusers' and sentence-transformers' own ways of adding, saving and loading."""
 
 import math
 
@@ -7,8 +8,9 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from datasets import Dataset
+from diffusers import UNet2DConditionModel
 from peft import PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from trl import (
     DPOConfig,
     DPOTrainer,
@@ -126,3 +128,141 @@ def test_offloading_leaves_the_outputs(config, where, folder, tmp_path):
             device_map = layers | {f"base_model.model.{name}": device for name, device in rest.items()}
             dispatch_model(model, device_map, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
         torch.testing.assert_close(model(ids).logits, expected)  # one product at most in place of two
+
+
+def test_pipeline_generates_what_the_adapter_does(folder, tuned):
+    """Through transformers' own loading; trained, so that nothing drawn anew would pass."""
+    with torch.no_grad():
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tuned).eval()
+        ids = torch.arange(4, 16)[None]
+        generator = pipeline("text-generation", model=tuned, device="cpu")
+        torch.testing.assert_close(generator.model(ids).logits, model(ids).logits)
+        prompt = AutoTokenizer.from_pretrained(tuned)("the cat", return_tensors="pt")
+        expected = model.generate(**prompt, max_new_tokens=6, do_sample=False)[0].tolist()
+    options = {"max_new_tokens": 6, "do_sample": False, "return_tensors": True}
+    assert generator("the cat", **options)[0]["generated_token_ids"] == expected
+
+
+CHAT = """{% for message in messages %}<|{{ message.role }}|> {{ message.content }} <|end|>
+{% endfor %}{% if add_generation_prompt %}<|assistant|> {% endif %}"""
+
+
+@pytest.mark.parametrize("config", list(CONFIGS.values())[:3], ids=list(CONFIGS)[:3])
+@pytest.mark.parametrize("head", [None, ["lm_head"]], ids=["tokens", "tokens-head"])
+def test_sft_trains_the_tokens_that_a_chat_template_adds(config, head, folder, tmp_path):
+    source = AutoTokenizer.from_pretrained(folder)
+    source.add_tokens(["<|user|>", "<|assistant|>", "<|end|>"], special_tokens=True)
+    source.eos_token, source.chat_template = "<|end|>", CHAT
+    source.save_pretrained(tmp_path / "source")
+    said = [{"role": "user", "content": "who sat"}, {"role": "assistant", "content": "the cat"}]
+    adapter = config()
+    adapter.modules_to_save = head
+    options = {"max_steps": 3, "learning_rate": 0.02, "per_device_train_batch_size": 4, "max_length": 24}
+    trainer = SFTTrainer(
+        AutoModelForCausalLM.from_pretrained(folder),
+        SFTConfig(
+            str(tmp_path),
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+            bf16=False,
+            chat_template_path=str(tmp_path / "source"),
+            **options,
+        ),
+        train_dataset=Dataset.from_dict({"messages": [said] * 12}),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        peft_config=adapter,
+        callbacks=[nlr.LearningRateCallback()],
+    )
+    rows = trainer.model.get_input_embeddings().weight.detach().clone()
+    trainer.train()
+    trainer.save_model(str(tmp_path / "out"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    first = base.config.vocab_size
+    base.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model = PeftModel.from_pretrained(base, tmp_path / "out").eval()
+    ids = tokenizer.apply_chat_template(said, return_tensors="pt", return_dict=True)["input_ids"]
+    changed = (model.get_input_embeddings()(torch.arange(len(tokenizer))) - rows).abs().amax(1) > 0
+    assert not changed[:first].any()
+    assert changed[tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>", "<|end|>"])].all()
+    assert (ids >= first).sum() == 4
+    if head:  # else the base's new rows of the head are whatever each resizing has drawn
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids).logits, trainer.model.eval()(ids).logits)
+
+
+def unet():
+    torch.manual_seed(0)
+    blocks = {"down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D")}
+    blocks |= {"up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "block_out_channels": (8, 16)}
+    sizes = {"sample_size": 8, "layers_per_block": 1, "cross_attention_dim": 8, "attention_head_dim": 4}
+    return UNet2DConditionModel(**blocks, **sizes, norm_num_groups=4).eval()
+
+
+def image_config(name, **more):
+    targets = {"r": 2, "target_modules": ["to_q", "to_v", "conv1"], **more}
+    kinds = {"LoRA": peft.LoraConfig, "sine-LoRA": nlr.SineLoraConfig}
+    return kinds[name.replace("DoRA", "LoRA")](use_dora=name == "sine-DoRA", init_lora_weights=False, **targets)
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning")  # of every second adapter
+@pytest.mark.parametrize("name", ["LoRA", "sine-LoRA", "sine-DoRA"])
+@torch.no_grad()
+def test_diffusers_saves_loads_and_weighs_adapters(name, tmp_path):
+    inputs = torch.randn(1, 4, 8, 8), torch.tensor([3]), torch.randn(1, 5, 8)
+    model = unet()
+    plain = model(*inputs).sample
+    model.add_adapter(image_config(name), adapter_name="one")
+    for tensor_name, tensor in model.named_parameters():
+        if "magnitude" in tensor_name:  # as training would
+            tensor.mul_(1.5)
+    one = model(*inputs).sample
+    assert (one - plain).abs().max() > 1e-2
+    model.save_lora_adapter(tmp_path, adapter_name="one")
+
+    model.add_adapter(image_config(name, lora_alpha=4), adapter_name="two")
+    model.set_adapters(["two"], [1.0])
+    two = model(*inputs).sample
+    model.set_adapters(["one", "two"], [1.0, 0.5])
+    both = model(*inputs).sample
+    assert min((both - each).abs().max() for each in (one, two)) > 1e-3
+    model.set_adapters(["one", "two"], [1.0, 0.0])
+    if name != "sine-DoRA":  # whose magnitudes act at any weight
+        torch.testing.assert_close(model(*inputs).sample, one)
+    model.set_adapters(["one"], [1.0])
+    torch.testing.assert_close(model(*inputs).sample, one)
+    model.disable_lora()
+    assert torch.equal(model(*inputs).sample, plain)
+    model.enable_lora()
+    model.delete_adapters("two")
+    model.fuse_lora()
+    torch.testing.assert_close(model(*inputs).sample, one)
+
+    again = unet()
+    again.load_lora_adapter(tmp_path, prefix=None, adapter_name="mine", use_safetensors=True)
+    assert type(again.peft_config["mine"]) is type(image_config(name))
+    assert torch.equal(again(*inputs).sample, one)
+
+
+@every_method
+def test_sentence_transformers_keeps_an_adapter(config, tmp_path):
+    sentences = pytest.importorskip("sentence_transformers")
+    path = finetune_helpers.encoder(tmp_path / "bert", dropout=0.0)
+    adapter = config()
+    adapter.task_type = "FEATURE_EXTRACTION"
+    if isinstance(getattr(adapter, "target_modules", None), set):
+        adapter.target_modules = {"query", "value"}
+    if getattr(adapter, "lora_target_modules", None):
+        adapter.lora_target_modules = {"query"}
+    model = sentences.SentenceTransformer(path, device="cpu")  # the mean over tokens
+    plain = model.encode(["the cat sat"])
+    model.add_adapter(adapter)
+    for name, tensor in model.named_parameters():
+        if "magnitude" in name:  # as training would
+            tensor.data.mul_(1.5)
+    adapted = model.encode(["the cat sat"])
+    assert abs(adapted - plain).max() > 1e-4
+    model.save_pretrained(str(tmp_path / "out"))
+    again = sentences.SentenceTransformer(str(tmp_path / "out"), device="cpu")
+    assert again.encode(["the cat sat"]) == pytest.approx(adapted, abs=1e-6)

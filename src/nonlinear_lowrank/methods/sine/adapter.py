@@ -242,6 +242,16 @@ class SineLoraModel(CheckedTuner, LoraModel):
         quantization = get_quantization_kwargs(self.model)
         return SineLinear(target, adapter_name, config=lora_config, quantization=quantization, **options)
 
+    @classmethod
+    def _get_adapter_state_dict(  # type: ignore[override]  # all are given by name
+        cls, model: Any, config: Any, adapter_name: str, **kwargs: Any
+    ) -> dict[str, Any]:
+        # peft's DoRA drops the magnitudes' ".weight" and puts it back in loading; transformers' own loading does not,
+        # and would go on with untrained ones. peft reads both.
+        found = super()._get_adapter_state_dict(model, config, adapter_name, **kwargs)
+        magnitude = f"lora_magnitude_vector.{adapter_name}"
+        return {f"{name}.weight" if name.endswith(magnitude) else name: value for name, value in found.items()}
+
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
         """Raise UserError: a sum of sines is no sine of a product."""
         configs: Any = self.peft_config.values()
