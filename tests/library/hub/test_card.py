@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+from dataclasses import replace
 
 import pytest
 from huggingface_hub import ModelCard
@@ -11,7 +13,9 @@ import nonlinear_lowrank as nlr
 from adapter_helpers import PEFT_WARNINGS
 from cli_helpers import run, run_python
 from model_helpers import llama
+from nlr_lab.recipes import RECIPES, get_recipe
 from nlr_lab.training import run_training
+from nlr_lab.training.run_folder import command_of
 from nonlinear_lowrank.hub.card import write_card
 from nonlinear_lowrank.hub.verify import verify
 from training_helpers import FakeText, make_recipe
@@ -42,6 +46,7 @@ def test_training_writes_a_card(tmp_path):
     assert card.data.pipeline_tag == "text-generation"
     assert {"nonlinear-lowrank", "noble"} <= set(card.data.tags)
     assert card.data.base_model is None
+    assert "| made by | `run_training(recipe, out), a recipe 'tiny' of its own` |" in card.text
     with (folder / "README.md").open("a") as file:  # people add their own words: the folder stays whole
         file.write("Our own words.\n")
     assert verify(folder).faults == []
@@ -82,6 +87,15 @@ def test_finetuning_and_merging_write_cards(tmp_path, capsys):
     card = card_of(merged, "nlr merge", "max |difference|")
     assert card.data.library_name == "transformers"
     assert "nonlinear_lowrank" not in loading_lines(card)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in RECIPES.items() if entry.command in ("train", "finetune")])
+def test_command_of_a_recipe_as_it_is_names_no_setting(name):
+    recipe = get_recipe(name)
+    command = f"nlr {RECIPES[name].command} {name} --arm {shlex.quote(str(recipe.arm))}"
+    assert command_of(recipe) == command
+    changed = replace(recipe, train=replace(recipe.train, seed=3, bf16=not recipe.train.bf16))
+    assert command_of(changed) == f"{command} --train.{'no-' if recipe.train.bf16 else ''}bf16 --train.seed 3"
 
 
 def test_converting_writes_a_card(tmp_path, capsys):

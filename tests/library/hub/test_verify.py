@@ -112,6 +112,15 @@ def test_verify_names_the_damage(run, capsys, spoil, words):
     assert "not whole" in err
 
 
+def test_verify_takes_a_config_alone_for_an_adapters_base_only(tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    assert "config.json and no weights" in faults(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    save_file({"a": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
+    assert faults(tmp_path) == ""
+
+
 def test_verify_holds_shards_against_their_index(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
     index = {"weight_map": {"a": "one.safetensors", "b": "one.safetensors", "c": "../two.safetensors"}}
