@@ -75,7 +75,8 @@ def as_one_op() -> bool:
     """
     if torch.compiler.is_compiling():
         return True
-    return any(type(mode).__module__ == "torch.utils.checkpoint" for mode in _get_current_dispatch_mode_stack())
+    modes = _get_current_dispatch_mode_stack()
+    return bool(modes) and any(type(mode).__module__ == "torch.utils.checkpoint" for mode in modes)
 
 
 def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
