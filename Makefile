@@ -1,5 +1,6 @@
 # make demo     compare NOBLE with its baselines on embedded text, 2 CPU cores, under 10 minutes
 # make test     the tests, 2 processes
+# make test-peers  the tests of peft with our adapters in LoRA's place; `make peers` writes tests/peers/table.md
 # make fuzz     the tests with fresh seeds, which are printed
 # make lint     style, format, types and the imports between packages
 # make figures  the numbers of README and docs/ out of studies/*/results.json
@@ -18,6 +19,7 @@ QUANTIZED := $(VENV)/quantized
 KERNELS := $(VENV)/kernels
 DEEPSPEED := $(VENV)/deepspeed
 TORCHTITAN := $(VENV)/torchtitan
+PEFT := $(VENV)/peft
 # Keyed to the content, not the time: a fresh checkout has new times and the same content.
 STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml 2>/dev/null | cksum | tr " " -)
 PLATFORM := $(shell uname -sm | tr ' ' '-')
@@ -26,10 +28,10 @@ DEMO_OUT ?= demo
 # The comparison ends within so many minutes, in fewer steps on a busy machine; the rest of ten is for starting.
 DEMO_MINUTES ?= 9
 
-.PHONY: help setup demo test fuzz test-deepspeed test-all lint format figures docs lock clean
+.PHONY: help setup demo test test-peers peers fuzz test-deepspeed test-all lint format figures docs lock clean
 
 help:
-	@sed -n '1,7s/^# //p' Makefile
+	@sed -n '1,8s/^# //p' Makefile
 
 setup: $(STAMP)
 
@@ -96,6 +98,21 @@ test: $(STAMP) $(QUANTIZED)/.installed $(KERNELS)/.installed $(TORCHTITAN)/.inst
 		$(BIN)/python -m pytest -n $(WORKERS) -m "kernels and not slow" tests/library/methods/test_kernels_compiled.py
 	PYTHONPATH=$(TORCHTITAN):$(KERNELS) OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -m "torchtitan and not slow" tests/library/integrations/test_torchtitan.py
+
+# peft's wheel has no tests; its source distribution has.
+$(PEFT)/.installed: $(STAMP)
+	@rm -rf $(PEFT); mkdir -p $(PEFT)
+	$(BIN)/python -m pip download --quiet --no-deps --no-build-isolation --no-binary :all: --dest $(PEFT) \
+		$$($(BIN)/python -m pip freeze | grep '^peft==')
+	@tar xzf $(PEFT)/*.tar.gz --directory $(PEFT) --strip-components 1
+	@touch $@
+
+# LoRA, the control, runs when the results are written.
+test-peers: $(PEFT)/.installed
+	$(BIN)/python tests/peers/run.py $(PEFT) --check -n $(WORKERS) --peers sine-lora sine-dora noble nora nora++
+
+peers: $(PEFT)/.installed
+	$(BIN)/python tests/peers/run.py $(PEFT) -n $(WORKERS)
 
 test-deepspeed: $(DEEPSPEED)/.installed
 	PYTHONPATH=$(DEEPSPEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/lab/training/test_deepspeed.py
