@@ -14,6 +14,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 import model_helpers
 from adapter_helpers import PEFT_WARNINGS
+from family_helpers import FAMILIES
 from nonlinear_lowrank import NoraConfig, UserError, param_groups
 from nonlinear_lowrank.methods.rational import RationalActivation, RationalConfig
 from nonlinear_lowrank.methods.rational.fit import fit_rational
@@ -69,6 +70,8 @@ def test_trainable_counts_on_vit_tiny(options, expected, capsys):
         said := capsys.readouterr().out
     )
     assert f"{expected:,} trained parameters" in said
+    degrees = sum(model.peft_config["default"].degrees)
+    assert model.base_model.report().flops == 12 * 768 * 2 * (degrees + 1)
 
 
 @pytest.mark.shared_data
@@ -255,14 +258,18 @@ def test_learning_rate_roles_and_decay(tuning):
     assert {group["weight_decay"] for group in groups} == {0.0 if tuning in ("rational", "gelu_init") else 0.1}
 
 
+def without_dropout(model):
+    for module in model.modules():
+        for name in ("p", "dropout", "attention_dropout", "activation_dropout", "layerdrop"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "vit", "glm"])
 def test_an_exact_anchor_starts_bit_equal_in_training_and_evaluation(family, dtype):
     base = model_helpers.FAMILIES[family]().to(dtype)
-    for module in base.modules():
-        for name in ("p", "dropout", "attention_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+    without_dropout(base)
     inputs = {
         name: value.to(dtype) if value.is_floating_point() else value
         for name, value in model_helpers.batch(base).items()
@@ -277,6 +284,31 @@ def test_an_exact_anchor_starts_bit_equal_in_training_and_evaluation(family, dty
         assert not torch.equal(logits(model, inputs), before[False])
     plain = get_peft_model(copy.deepcopy(base), NoraConfig(groups=4)).eval()
     assert not torch.equal(logits(plain, inputs), before[False])
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize("family", ["t5", "opt", "bart", "swin", "siglip", "wav2vec2", "wav2vec2-bert"])
+def test_families_start_equal_disable_and_checkpoint(family):
+    base = FAMILIES[family].build()
+    inputs = FAMILIES[family].inputs(base)
+    with torch.no_grad():
+        before = base(**inputs).logits
+        model = get_peft_model(copy.deepcopy(base), NoraConfig(groups=4, anchor="exact")).eval()
+        assert torch.equal(model(**inputs).logits, before)
+        drawn(drawn(model))
+        assert not torch.equal(model(**inputs).logits, before)
+        with model.disable_adapter():
+            assert torch.equal(model(**inputs).logits, before)
+    found = []
+    without_dropout(model.train())
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.zero_grad()
+        model(**inputs).logits.square().mean().backward()
+        found.append({name: value.grad.clone() for name, value in trained(model).items()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, msg=name)
 
 
 # Files, and adapters beside each other.

@@ -49,6 +49,8 @@ class NoraReport:
     """Modules that call an activation as a function, where nothing can be swapped; "" is the model itself."""
     trainable: int
     """Trained numbers, without modules_to_save and biases."""
+    flops: int
+    """Forward FLOPs per token of the rational functions, where their width is known: products, sums and a quotient."""
 
     def __str__(self) -> str:
         lora = f", {len(self.linears)} linears have LoRA" if self.linears else ""
@@ -56,7 +58,7 @@ class NoraReport:
         return "\n".join(
             [
                 f"NoRA{'++' if self.linears else ''} {self.adapter!r}: {len(self.activations)} activations became "
-                f"rational functions{lora}; {self.trainable:,} trained parameters",
+                f"rational functions{lora}; {self.trainable:,} trained parameters, {self.flops:,} FLOPs a token",
                 *(f"  rational   {row}" for row in _folded(self.activations)),
                 *(f"  LoRA       {row}" for row in _folded(dict.fromkeys(self.linears, ""))),
                 *(f"  skipped    {row}" for row in _folded(self.skipped)),
@@ -116,6 +118,7 @@ class NoraModel(AdapterModel):
             linears=[name for name in mine if name not in activations],
             skipped={name: why for name, why in skipped.items() if name not in activations},
             functional=seen.functional,
+            flops=sum(each.flops(adapter_name) for each in mine.values() if isinstance(each, NoraActivation)),
             trainable=sum(
                 getattr(layer, tensors)[adapter_name].weight.numel()
                 for layer in mine.values()

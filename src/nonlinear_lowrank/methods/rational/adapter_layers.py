@@ -292,6 +292,11 @@ class NoraActivation(TensorLayer):
         """Return the rational function that an adapter shifts, as a config."""
         return self._settings[name]
 
+    def flops(self, name: str) -> int:
+        """Return the forward FLOPs per token of an adapter's function by Horner's rule; 0 for an unknown width."""
+        (m, n), exact = self.rational(name).degrees, self.rational(name).anchor == "exact"
+        return (self.width or 0) * (2 * m + 2 * n + 2) * (2 if exact else 1)
+
     def theta(self, name: str) -> tuple[Tensor, Tensor]:
         """Return the coefficients that an adapter shifts: (1 or the base's groups, .) each, float32."""
         plain = self.original()

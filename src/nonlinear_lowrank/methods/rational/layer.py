@@ -127,12 +127,13 @@ class RationalConfig:
         if base is None:
             y = rational(last, numerator, denominator, self.form, tails)
         else:
-            y = rational_anchored(last, numerator, denominator, *base, self._formula(), self.form, tails)
+            anchor = *base, self._formula(), self.form, tails
+            y = rational_anchored(last, numerator, denominator, *anchor, behind_batch=behind_batch)
         if not behind_batch:
             return y
         y = y.movedim(-1, 1)
         # In the plain activation's layout: a convolution of another one is another algorithm, rounded otherwise.
-        return y.contiguous() if x.is_contiguous() else y
+        return y.contiguous() if x.is_contiguous() or x.stride(1) > x.stride(-1) else y
 
 
 class RationalActivation(nn.Module):

@@ -65,6 +65,8 @@ class Ratio(NamedTuple):
     base_denominator: Tensor | None = None
     formula: str | None = None
     """f."""
+    behind_batch: bool = False
+    """Whether x is a view of a tensor with its channels in dimension 1, to which f is to be applied."""
 
 
 def rational(
@@ -110,12 +112,15 @@ def rational_anchored(
     formula: str,
     form: str = "abs_of_sum",
     tails: LinearTails | None = None,
+    *,
+    behind_batch: bool = False,
 ) -> Tensor:
     """f(x) + (R(x; numerator, denominator) - R(x; base)): (..., C) in the type of x.
 
     Bit-equal to f(x) where the coefficients are the base's: both are evaluated by the same operations, and the
     difference is taken before f is added. The base, a fit of f (`formula`, one of `reference.FORMULAS`) in the same
-    form, has G rows or one, and no gradient. Outside the limits of `tails` the difference stays what it is there.
+    form, has G rows or one, and no gradient. f is rounded as in x's layout; with behind_batch, in that of the tensor
+    whose dimension 1 was moved to the end for x. Outside the limits of `tails` the difference stays what it is there.
 
     Raises:
         UserError: as `rational`, or an unknown formula.
@@ -125,7 +130,7 @@ def rational_anchored(
     # Base coefficients take part like the shifted ones, row by row, so that the two round alike.
     base = base_numerator.detach().expand_as(numerator), base_denominator.detach().expand_as(denominator)
     flat = None if tails is None else LinearTails(tails.low, tails.high, 0.0, 0.0)
-    return _evaluate(x, None, Ratio(numerator, denominator, form, flat, *base, formula))
+    return _evaluate(x, None, Ratio(numerator, denominator, form, flat, *base, formula, behind_batch))
 
 
 # Autograd.
@@ -145,7 +150,7 @@ class _Rational(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, up: Any, *ratio: Any) -> Any:
-        numerator, denominator, ctx.form, ctx.limits, *base, ctx.formula = ratio
+        numerator, denominator, ctx.form, ctx.limits, *base, ctx.formula, _ = ratio
         ctx.save_for_backward(x, up, numerator, denominator, *base)
         return _value(x, up, Ratio(*ratio))
 
@@ -159,8 +164,8 @@ class _Rational(torch.autograd.Function):
                 return _formula(x, up, ratio._replace(numerator=numerator, denominator=denominator))
 
             inputs = x, up, numerator, denominator
-            return *formula_gradients(formula, inputs, ctx.needs_input_grad[:4], dy), *[None] * 5
-        return *_gradients(dy, x, up, ratio, ctx.needs_input_grad[:4]), *[None] * 5
+            return *formula_gradients(formula, inputs, ctx.needs_input_grad[:4], dy), *[None] * 6
+        return *_gradients(dy, x, up, ratio, ctx.needs_input_grad[:4]), *[None] * 6
 
 
 def _formula(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
@@ -181,7 +186,12 @@ def _value(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
     if (fast := _kernel(ratio, x, up)) is not None:
         rows = [None if each is None else fast.plain_rows(each, x.shape[-1]) for each in (x, up)]
         return reshaped(fast.forward(*rows, *_coefficients(ratio), ratio.form, ratio.limits), x.shape)
-    plain = _in_pieces(_forward, x, ratio)[0]
+    own = None
+    if ratio.formula is not None:  # whole and in its own layout: torch rounds pieces and other layouts otherwise
+        moved = ratio.behind_batch
+        own = activation(x.movedim(-1, 1) if moved else x, ratio.formula)
+        own = own.movedim(1, -1) if moved else own
+    plain = _in_pieces(_forward, x, ratio, own)[0]
     assert plain is not None
     return plain if up is None else plain * up
 
@@ -241,8 +251,6 @@ def _signed(dsizes: Tensor | None, ratio: Ratio) -> Tensor | None:
 class _Rows(NamedTuple):
     """One piece of x as rows of C / G channels, and every coefficient as something that broadcasts against them."""
 
-    own: Tensor
-    """x in its own type."""
     x: Tensor
     numerator: list[Tensor]
     denominator: list[Tensor]
@@ -252,16 +260,16 @@ class _Rows(NamedTuple):
     """Rows -> (G)."""
 
 
-def _forward(rows: _Rows, ratio: Ratio) -> list[Tensor | None]:
-    """Return [y] of one piece, in rows."""
+def _forward(rows: _Rows, ratio: Ratio, own: Tensor | None = None, _: Sequence[bool] = ()) -> list[Tensor | None]:
+    """Return [y] of one piece, in rows; `own` is f(x) there."""
     limits = ratio.limits
     inside = rows.x if limits is None else rows.x.clamp(limits[0], limits[1])
     p, _, q = _polynomials(inside, rows.numerator, rows.denominator, ratio.form)
     y = p / q
-    if ratio.formula is not None:
+    if own is not None:
         p, _, q = _polynomials(inside, rows.base_numerator, rows.base_denominator, ratio.form)
         # Parenthesised so: the difference is exactly 0 where the coefficients agree.
-        y = activation(rows.own, ratio.formula).to(y.dtype) + (y - p / q)
+        y = own + (y - p / q)
     elif limits is not None:
         low, high, low_slope, high_slope = limits
         if low_slope:
@@ -357,26 +365,24 @@ def _in_pieces(
     function: Callable[..., list[Tensor | None]],
     x: Tensor,
     ratio: Ratio,
-    dy: Tensor | None = None,
+    other: Tensor | None = None,
     wanted: Sequence[bool] = (),
 ) -> list[Tensor | None]:
-    """Run `_forward` or `_backward` over all of x, whole when compiling, piece by piece in eager mode."""
+    """Run `_forward` (other: f(x)) or `_backward` (other: dy) over all of x, piece by piece unless compiling."""
     wide, channels = wide_dtype(x), x.shape[-1]
     x_TC = x.reshape(-1, channels)
-    dy_TC = None if dy is None else dy.reshape(-1, channels)
+    other_TC = None if other is None else other.reshape(-1, channels)
     given = ratio.numerator, ratio.denominator, ratio.base_numerator, ratio.base_denominator
     coefficients = [None if each is None else each.to(wide) for each in given]
     if ratio.form == "sum_of_abs":
         coefficients[1::2] = [None if each is None else each.abs() for each in coefficients[1::2]]
 
-    def run(x_TC: Tensor, dy_TC: Tensor | None) -> list[Tensor | None]:
+    def run(x_TC: Tensor, other_TC: Tensor | None) -> list[Tensor | None]:
         rows = _rows(x_TC, coefficients, ratio.numerator.shape[0], wide)
-        if dy_TC is None:
-            return function(rows, ratio)
-        return function(rows, ratio, dy_TC.reshape(rows.x.shape).to(wide), wanted)
+        return function(rows, ratio, None if other_TC is None else other_TC.reshape(rows.x.shape).to(wide), wanted)
 
     if torch.compiler.is_compiling() or x.is_meta:
-        out, *sums = run(x_TC, dy_TC)
+        out, *sums = run(x_TC, other_TC)
         out = None if out is None else out.reshape(x.shape).to(x.dtype)
     else:
         step = max(1, (_PIECE_CPU if x.device.type == "cpu" else _PIECE_OTHER) // channels)
@@ -385,7 +391,7 @@ def _in_pieces(
         # An empty batch still goes through once, for the shapes of its sums.
         for start in range(0, max(len(x_TC), 1), step):
             piece = slice(start, start + step)
-            first, *part = run(x_TC[piece], None if dy_TC is None else dy_TC[piece])
+            first, *part = run(x_TC[piece], None if other_TC is None else other_TC[piece])
             if out is not None and first is not None:
                 out[piece] = first.reshape(-1, channels)
             parts.append(part)
@@ -420,7 +426,7 @@ def _rows(x_TC: Tensor, coefficients: Sequence[Tensor | None], groups: int, wide
     a, b, base_a, base_b = (
         [] if each is None else [spread(column) for column in each.unbind(1)] for each in coefficients
     )
-    return _Rows(x, x.to(wide), a, b, base_a, base_b, total)
+    return _Rows(x.to(wide), a, b, base_a, base_b, total)
 
 
 # The opaque ops under torch.compile on NVIDIA. Results are contiguous, as the fakes promise.
