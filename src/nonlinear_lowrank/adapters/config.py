@@ -97,6 +97,9 @@ class AdapterConfig(NamedConfig, PeftConfig):
     modules ("lora_only" is a synonym)."""
     modules_to_save: list[str] | None = None
     """Modules to train whole and to save with the adapter, such as a new classification head."""
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    """Tokens whose rows of the embeddings are trained too, as LoRA has it; trl fills it in for tokens that a chat
+    template adds."""
     init_weights: bool = True
     """False draws the adapter so that it changes the outputs from the start (for tests)."""
 

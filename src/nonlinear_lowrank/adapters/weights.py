@@ -126,6 +126,11 @@ class TensorLayer(AdapterLayer):
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
 
+    def set_scale(self, adapter: str, scale: float) -> None:
+        """Raise UserError for another scale than 1; diffusers asks for one."""
+        if scale != 1 and adapter in self.configs:
+            raise UserError(f"{type(self).__name__} has no scale to be set: give {adapter!r} the weight 1, not {scale}")
+
     # What a method writes.
 
     def add_parameters(self, name: str, config: Any) -> None:

@@ -147,7 +147,7 @@ CHAT = """{% for message in messages %}<|{{ message.role }}|> {{ message.content
 {% endfor %}{% if add_generation_prompt %}<|assistant|> {% endif %}"""
 
 
-@pytest.mark.parametrize("config", list(CONFIGS.values())[:3], ids=list(CONFIGS)[:3])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("head", [None, ["lm_head"]], ids=["tokens", "tokens-head"])
 def test_sft_trains_the_tokens_that_a_chat_template_adds(config, head, folder, tmp_path):
     source = AutoTokenizer.from_pretrained(folder)

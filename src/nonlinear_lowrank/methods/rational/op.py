@@ -260,7 +260,7 @@ class _Rows(NamedTuple):
     """Rows -> (G)."""
 
 
-def _forward(rows: _Rows, ratio: Ratio, own: Tensor | None = None, _: Sequence[bool] = ()) -> list[Tensor | None]:
+def _forward(rows: _Rows, ratio: Ratio, own: Tensor | None = None, wanted: Sequence[bool] = ()) -> list[Tensor | None]:
     """Return [y] of one piece, in rows; `own` is f(x) there."""
     limits = ratio.limits
     inside = rows.x if limits is None else rows.x.clamp(limits[0], limits[1])
