@@ -8,7 +8,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
@@ -17,6 +17,7 @@ from adapter_helpers import PEFT_WARNINGS
 from family_helpers import FAMILIES
 from nonlinear_lowrank import NoraConfig, UserError, param_groups
 from nonlinear_lowrank.methods.rational import RationalActivation, RationalConfig
+from nonlinear_lowrank.methods.rational.adapter import lora_to_nora
 from nonlinear_lowrank.methods.rational.fit import fit_rational
 from nonlinear_lowrank.methods.rational.op import LinearTails
 from nonlinear_lowrank.methods.rational.reference import rational_anchored_reference, rational_reference
@@ -338,6 +339,31 @@ def test_an_adapter_carries_its_fit(tmp_path, monkeypatch):
         (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
         with pytest.raises(UserError, match=r"fits\['silu'\] is not a fit of degrees \(5, 4\)"):
             peft.PeftConfig.from_pretrained(tmp_path)
+
+
+def test_lora_becomes_nora_plus_plus_where_it_stands():
+    base = model_helpers.llama().eval()
+    inputs = model_helpers.batch(base)
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "down_proj"], modules_to_save=["norm"])
+    model = drawn(get_peft_model(base, config)).eval()
+    expected, factors = logits(model, inputs), trained(model)
+    tuned = lora_to_nora(model, groups=4, r=1).eval()
+    torch.testing.assert_close(logits(tuned, inputs), expected)
+    for name, value in factors.items():
+        assert torch.equal(tuned.state_dict()[name], value), name
+    assert not torch.equal(logits(drawn(drawn(tuned)), inputs), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [({"use_dora": True}, "use_dora"), ({"rank_pattern": {"k_proj": 2}}, "rank_pattern"), (None, "NLR_NORA")],
+)
+def test_only_plain_lora_becomes_nora_plus_plus(options, word):
+    config = (
+        NoraConfig(groups=4) if options is None else LoraConfig(r=2, target_modules=["q_proj", "k_proj"], **options)
+    )
+    with pytest.raises(UserError, match=word):
+        lora_to_nora(get_peft_model(model_helpers.llama(), config))
 
 
 def test_the_report_says_how_good_the_fits_are(capsys):

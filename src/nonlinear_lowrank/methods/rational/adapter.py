@@ -14,6 +14,9 @@ from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners import lora
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import _ExcludedModule, _maybe_include_all_linear_layers, check_target_module_exists
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.quantization_utils import get_quantization_kwargs
@@ -31,7 +34,7 @@ from .adapter_layers import ALL_ACTIVATIONS, ALL_LINEAR, NoraActivation, NoraCon
 from .layer import RationalActivation, RationalConfig
 from .sites import Survey, survey
 
-__all__ = ["NoraActivation", "NoraConfig", "NoraModel", "NoraReport"]
+__all__ = ["NoraActivation", "NoraConfig", "NoraModel", "NoraReport", "lora_to_nora"]
 
 
 @dataclass(frozen=True)
@@ -265,6 +268,53 @@ class NoraModel(AdapterModel):
             for hook in after_augment:
                 hook(model, {"method": config.method, "config": asdict(config), "modules": names})
         return model
+
+
+def lora_to_nora(model: PeftModel, adapter_name: str = "default", **settings: Any) -> PeftModel:
+    """Return NoRA++ with the factors of a trained LoRA adapter, to go on from there; the LoRA adapter is taken off.
+
+    With `anchor="exact"`, the default here, the outputs stay what they were.
+
+    Args:
+        model: a PeftModel with LoRA on linears.
+        adapter_name: which adapter.
+        settings: fields of `NoraConfig`, but those of LoRA.
+
+    Raises:
+        UserError: there is no such adapter, or it is no plain LoRA of one rank on linears; nothing is changed.
+    """
+    config: Any = model.peft_config.get(adapter_name)
+    if config is None:
+        raise UserError(f"there is no adapter {adapter_name!r}; there are {', '.join(model.peft_config)}")
+    layers = {name: each for name, each in model.get_base_model().named_modules() if isinstance(each, LoraLayer)}
+    other = (
+        "use_dora",
+        "use_rslora",
+        "lora_bias",
+        "target_parameters",
+        "rank_pattern",
+        "alpha_pattern",
+        "layer_replication",
+    )
+    unfit = [name for name in other if getattr(config, name, None)]
+    unfit += [name for name, layer in layers.items() if type(layer) is not lora.Linear][:1]
+    if type(config) is not LoraConfig or unfit:
+        raise UserError(
+            f"NoRA++ takes plain LoRA of one rank on linears; {', '.join(unfit) or config.peft_type} is not"
+        )
+    made = NoraConfig(
+        lora_r=config.r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        lora_target_modules=list(layers),
+        task_type=config.task_type,
+        modules_to_save=config.modules_to_save,
+        **{"anchor": "exact", **settings},
+    )
+    trained = get_peft_model_state_dict(model, adapter_name=adapter_name)
+    tuned = get_peft_model(model.unload(), made)
+    set_peft_model_state_dict(tuned, get_peft_model_state_dict(tuned) | trained)
+    return tuned
 
 
 def _activation_proxy(config: NoraConfig, key: str) -> Any:
