@@ -18,7 +18,6 @@ from nlr_lab.bench.result import draw
 from nlr_lab.bench.settings import DecodeBenchConfig, OpBenchConfig, TrainBenchConfig
 from nlr_lab.bench.timing import paired_ratio
 from nlr_lab.bench.training import Stepper, bench_memory, bench_step, peak_bytes
-from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import all_methods
 from nonlinear_lowrank.methods.rational.reference import rational_reference
 
@@ -227,27 +226,6 @@ def test_kats_way_is_the_sum_of_abs():
         torch.autograd.grad(found, (x, a, b), dy), torch.autograd.grad(wanted, (x, a, b), dy.double()), strict=True
     ):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("config", "change", "message"),
-    [
-        (STEP, {"ranks": ()}, "ranks must be different, and at least one, got none"),
-        (OP, {"operators": ("sine", "sine")}, "operators must be different"),
-        (STEP, {"ranks": (0,)}, "ranks must be a positive integer"),
-        (STEP, {"threads": 0}, "threads must be a positive integer"),
-        (STEP, {"ranks": (32,)}, "rank 32 is not low"),
-        (STEP, {"width": 30, "heads": 4}, "must be a multiple of 2 x heads"),
-        (STEP, {"activation": "step"}, "unknown activation"),
-        (STEP, {"methods": ("magic",)}, "unknown method 'magic'"),
-        (STEP, {"kv_heads": 3}, "kv_heads must divide"),
-        (STEP, {"clock": "cuda"}, "the clock 'cuda' is for --device cuda"),
-        (OP, {"groups": 7}, "7 groups do not divide 32"),
-    ],
-)
-def test_bad_settings_raise(config, change, message):
-    with pytest.raises(UserError, match=message):
-        replace(config, **change)
 
 
 def _run_script(output: Path, *options: str) -> dict:

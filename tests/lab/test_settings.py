@@ -1,9 +1,15 @@
-"""Settings that make no sense are one clear line."""
+"""Settings that make no sense, of every part of the workbench, are one clear line that names the field."""
 
 import functools
 
 import pytest
 
+from nlr_lab.bench.settings import OpBenchConfig, TrainBenchConfig
+from nlr_lab.evaluation.generation import Sampling
+from nlr_lab.fields.recipe import FitConfig
+from nlr_lab.fields.settings import FieldConfig, NerfSettings, OccupancySettings, RadianceConfig
+from nlr_lab.plan.estimate import PlanConfig
+from nlr_lab.plan.presets import HARDWARE
 from nlr_lab.tasks.finetune.classification import GlueData, ImageData
 from nlr_lab.tasks.finetune.instructions import InstructionData
 from nlr_lab.tasks.images.augmentation import Augmentation
@@ -18,6 +24,7 @@ from nlr_lab.tasks.text.language_model import (
     Masking,
     OptBackbone,
 )
+from nlr_lab.training import TrainConfig
 from nonlinear_lowrank.errors import UserError
 
 GLM = {"layers": 2, "width": 64, "heads": 4, "hidden": 96}
@@ -29,10 +36,21 @@ glue = functools.partial(GlueData, task="cola")
 glm = functools.partial(GlmBackbone, **GLM)
 vit = functools.partial(VitBackbone, **VIT)
 convnext = functools.partial(ConvNextBackbone, **STAGES)
+train = functools.partial(TrainConfig, steps=12, batch_size=4, lr=1e-3)
+plan = functools.partial(PlanConfig, hardware=HARDWARE["h100"], batch_size=64, steps=1000)
+step = functools.partial(TrainBenchConfig, width=32, heads=2, hidden=48, ranks=(4,))
 
 
 def pretraining(size=8, backbone=None, **fields):
     return ImagePretrainingTask(images=ImageSource(size=size), backbone=backbone or vit(), **fields)
+
+
+def nerf(**settings):
+    return NerfSettings(**settings).prepare()
+
+
+def shape(**settings):
+    return OccupancySettings(**settings).prepare()
 
 
 def image_tokens(width=24, heads=4, **fields):
@@ -57,6 +75,22 @@ NAMED = [  # fields whose values are refused by a line that names the field
     (ImageTokenData, {"train_images": (0,), "eval_images": (True,)}),
     (glue, {"max_length": (2,), "held_out": (1.0,), "train_rows": (1,), "scored": ("train",), "pad": ("left",)}),
     (InstructionData, {"held_out": (0.0,), "max_length": (2,), "rows": (1,), "eval_rows": (0,)}),
+    (train, {"steps": (0, -5, 1.5), "batch_size": (0,), "gradient_accumulation": (3,), "warmup_steps": (13, -1)}),
+    (train, {"lr": (0.0, -1.0, INFINITE, NAN, "fast"), "betas": ((0.9,), (0.9, 1.0)), "weight_decay": (-1,)}),
+    (train, {"schedule": ("step",), "optimizer": ("sgd",), "max_grad_norm": (-1.0,), "seed": (-1, 2**31)}),
+    (train, dict.fromkeys(("epochs", "eval_every", "save_every", "keep_checkpoints", "log_every", "threads"), (0,))),
+    (train, {"eval_batch_size": (0,), "dataloader_workers": (-1,), "warmup_share": (1.0,)}),
+    (FieldConfig, {"width": (0,), "hidden_layers": (-1,), "spread": (0.0,), "activation": ("tanh",)}),
+    (FieldConfig, {"factored": ("some",)}),
+    (RadianceConfig, {"spread": (0.0,), "activation": ("siren",), "density": ("tanh",), "layers": (0,)}),
+    (FitConfig, {"steps": (0,), "lr": (0.0,), "schedule": ("step",), "end": (1.5,), "seed": (2**31,)}),
+    (FitConfig, {"betas": ((0.9, NAN), (0.9,))}),
+    (nerf, {"rays": (0,), "samples": (1,), "fine_samples": (-1,)}),
+    (shape, {"points": (0,), "up": ("w",), "azimuth": (NAN,), "picture_height": (3,), "resolution": (1,)}),
+    (Sampling, {"max_new_tokens": (0,), "temperature": (-1.0,), "top_k": (-1,)}),
+    (plan, {"gpus": (0,), "utilization": (1.5,), "memory": (NAN,), "steps": (0,)}),
+    (step, {"ranks": ((), (0,)), "threads": (0,), "activation": ("step",)}),
+    (OpBenchConfig, {"operators": (("sine", "sine"),)}),
 ]
 WRONG = [
     *((make, {name: each}, name) for make, fields in NAMED for name, values in fields.items() for each in values),
@@ -88,6 +122,22 @@ WRONG = [
     (image_tokens, {"heads": 2, "rope_theta": 1.0}, "rope_theta"),
     (glue, {"task": "sst3"}, "unknown GLUE task 'sst3'; choose one of cola"),
     (InstructionData, {"template": "vicuna"}, "unknown template"),
+    (train, {"epochs": 1, "steps": 0, "warmup_share": 0.1, "warmup_steps": 3}, "warmup_share"),
+    (FitConfig, {"schedule": "exponential", "end": 0.0}, "end must be a share"),
+    (nerf, {"downscale": 40}, "views of 1 x 1 pixels; SSIM needs 11 x 11"),
+    (nerf, {"frame_downscale": 41}, "frames cannot be 41 times smaller"),
+    (nerf, {"source": "/nowhere"}, "there is no file or folder"),
+    (shape, {"field": FieldConfig(in_features=2)}, "in_features 3 and out_features 1"),
+    (shape, {"held_out": 100_000}, "held_out 100000, mesh_resolution 128: so many"),
+    (shape, {"mesh_resolution": 20_000}, "mesh_resolution 20000: so many"),
+    (shape, {"source": "nothing.obj"}, "there is no mesh 'nothing.obj'"),
+    (plan, {"gpus": 7}, "a batch of 64 sequences does not split over 7 GPUs"),
+    (step, {"ranks": (32,)}, "rank 32 is not low"),
+    (step, {"width": 30, "heads": 4}, "must be a multiple of 2 x heads"),
+    (step, {"kv_heads": 3}, "kv_heads must divide"),
+    (step, {"clock": "cuda"}, "the clock 'cuda' is for --device cuda"),
+    (step, {"methods": ("magic",)}, "unknown method 'magic'"),
+    (OpBenchConfig, {"hidden": 32, "ranks": (4,), "groups": 7}, "7 groups do not divide 32"),
 ]
 
 
