@@ -1,4 +1,4 @@
-"""The examples: settings for peft's method comparison load and train."""
+"""The examples run, and settings for peft's method comparison load and train."""
 
 import json
 import runpy
@@ -28,28 +28,31 @@ LLAMA = {
 }
 
 
+def settings(path):
+    """A file's values; None is the same as no value, lists of modules have no order, peft's version is no setting."""
+    values = {name: value for name, value in json.loads(path.read_text()).items() if value is not None}
+    values.pop("peft_version", None)
+    return {
+        name: sorted(value) if name.endswith("target_modules") and isinstance(value, list) else value
+        for name, value in values.items()
+    }
+
+
 def settings_in(folder):
-    return {path.relative_to(folder): path.read_text() for path in folder.rglob("*.json")}
+    return {path.relative_to(folder): settings(path) for path in folder.rglob("*.json")}
 
 
 def test_the_script_writes_the_committed_settings(tmp_path):
     runpy.run_path(str(COMPARISON / "settings.py"))["write"](tmp_path)
-    assert settings_in(tmp_path) == settings_in(COMPARISON)
+    assert settings_in(tmp_path) == settings_in(COMPARISON), "run examples/peft_method_comparison/settings.py"
     assert len(FOLDERS) == 10
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: f"{folder.parent.name}-{folder.name}")
 def test_settings_load_save_equally_and_train_a_llama(folder, tmp_path):
-    written = json.loads((folder / "adapter_config.json").read_text())
     config = PeftConfig.from_pretrained(str(folder))
     config.save_pretrained(str(tmp_path))
-    saved = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert saved.pop("peft_version")
-    saved = {
-        name: sorted(value) if name.endswith("target_modules") and isinstance(value, list) else value
-        for name, value in saved.items()
-    }
-    assert saved == written
+    assert settings(tmp_path / "adapter_config.json") == settings(folder / "adapter_config.json")
 
     base = model_helpers.build("llama", **LLAMA, **model_helpers.TOKENS)
     model = get_peft_model(base, config)
@@ -71,3 +74,14 @@ def test_settings_load_save_equally_and_train_a_llama(folder, tmp_path):
     trained = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
     assert trained
     assert [name for name, tensor in trained.items() if not tensor.grad.any() or not tensor.isfinite().all()] == []
+
+
+def test_the_example_trains_saves_loads_and_merges_every_adapter(capsys):
+    rows = runpy.run_path(str(EXAMPLES / "switch_adapters.py"))["main"](["--tiny", "--steps", "4"])
+    printed = capsys.readouterr().out
+    for name, row in rows.items():
+        assert f"\n{name:10} {row['trained']:9,} " in printed
+        assert row["after"] < row["before"], name
+        assert row["loaded"] == 0, name
+        assert row["merged"] is None if name == "NOBLE" else row["merged"] < 1e-5, name
+    assert [*rows] == ["LoRA", "sine-LoRA", "sine-DoRA", "NOBLE", "NoRA", "NoRA++"]
