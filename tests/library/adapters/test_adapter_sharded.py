@@ -1,5 +1,7 @@
 """Adapters under fully_shard, on two gloo processes: trained, saved whole, loaded again sharded and not."""
 
+import re
+
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
@@ -89,12 +91,12 @@ def test_training_sharded_saves_and_loads_as_one_process_does(tmp_path):
     for folder, (model, inputs) in models.items():
         train(model, inputs)
         saved = load_file(folder / "trained" / "adapter_model.safetensors")
-        trained = {name: value for name, value in saved.items() if ".nlr_" in name}
+        trained = {name: value for name, value in saved.items() if ".nlr_" in name or ".lora_" in name}
         tolerance = {"atol": 1e-4, "rtol": 1e-3} if "float32" in folder.name else {"atol": 3e-2, "rtol": 0.1}
         ours = {name: value for name, value in model.named_parameters() if value.requires_grad}
         assert len(trained) == len(ours)
         for name, value in ours.items():
-            torch.testing.assert_close(trained[name.removesuffix(".default.weight")], value.detach(), **tolerance)
+            torch.testing.assert_close(trained[re.sub(r"\.default(?=\.|$)", "", name)], value.detach(), **tolerance)
         base = model.unload()
         again = PeftModel.from_pretrained(base, folder / "trained").eval()
         with torch.no_grad():

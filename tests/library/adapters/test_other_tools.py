@@ -10,7 +10,7 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 from datasets import Dataset
 from diffusers import UNet2DConditionModel
 from peft import PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, pipeline
 from trl import (
     DPOConfig,
     DPOTrainer,
@@ -49,21 +49,33 @@ def folder(tmp_path_factory):
     return finetune_helpers.language_model(tmp_path_factory.mktemp("base"))
 
 
+class Rates(TrainerCallback):
+    """What the last step's learning rates began at, by tensor, and what the learning-rate table says of them."""
+
+    def on_pre_optimizer_step(self, *_, model, optimizer, **__):
+        groups = getattr(optimizer, "optimizer", optimizer).param_groups
+        self.seen = {id(each): group["initial_lr"] for group in groups for each in group["params"]}
+        table = nlr.param_groups(model, lr=0.02, verbose=False)
+        self.expected = {id(each): group["lr"] for group in table for _, each in group["params"]}
+
+
 @pytest.fixture(scope="module", params=CONFIGS.values(), ids=CONFIGS)
 def tuned(request, folder, tmp_path_factory):
     """An adapter after trl's SFT."""
     out = str(tmp_path_factory.mktemp("tuned"))
     options = {"max_steps": 3, "learning_rate": 0.02, "per_device_train_batch_size": 4, "max_length": 24}
     data = Dataset.from_dict({"text": ["the cat sat on a mat", "the birds saw red"] * 6})
+    rates = Rates()
     trainer = SFTTrainer(
         AutoModelForCausalLM.from_pretrained(folder),
         SFTConfig(out, report_to=[], save_strategy="no", use_cpu=True, **options),
         train_dataset=data,
         processing_class=AutoTokenizer.from_pretrained(folder),
         peft_config=request.param(),
-        callbacks=[nlr.LearningRateCallback()],
+        callbacks=[nlr.LearningRateCallback(), rates],
     )
     trainer.train()
+    assert rates.seen == pytest.approx(rates.expected)
     trainer.save_model(out)
     return out
 
