@@ -211,12 +211,16 @@ class CheckedTuner(BaseTuner):
         repeated = [name for name in names for _ in range(beams)] if isinstance(beams, int) and beams > 1 else names
         two_parts = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
         in_encoder = {id(each) for each in self.model.get_encoder().modules()} if two_parts else set()
+        length: list[int] = []
         with ExitStack() as stack:
-            for module in self.model.modules():
+            hook: Any = partial(_see_length, length)
+            stack.callback(self.model.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            for name, module in self.model.named_modules():
                 if isinstance(module, AdapterLayer | AuxiliaryTrainingWrapper):
                     # Beam search repeats the decoder's rows; the encoder still sees each once.
                     rows = names if id(module) in in_encoder else repeated
-                    hook = partial(_give_names, rows)
+                    # Experts see tokens in an order of their own.
+                    hook = partial(_give_names, rows, [] if ".experts." in f"{name}." else length)
                     stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
             yield
 
@@ -294,7 +298,20 @@ class AdapterModel(CheckedTuner):
         setattr(parent, child_name, new_module)
 
 
-def _give_names(names: list[str], _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _see_length(length: list[int], _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Keep the length of a model's sequences."""
+    given = (kwargs.get(name) for name in ("input_ids", "inputs_embeds"))
+    shaped = next((each for each in (*args, *given) if isinstance(each, Tensor) and each.ndim > 1), None)
+    length[:] = [] if shaped is None else [shaped.shape[1]]
+
+
+def _give_names(
+    names: list[str], length: list[int], _module: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Pass an adapter a row on; a token where the model has flattened its sequences (shared experts, routers)."""
+    x = args[0] if args else None
+    if length and isinstance(x, Tensor) and x.ndim == 2 and len(x) == len(names) * length[0]:
+        names = [name for name in names for _ in range(length[0])]
     return args, {**kwargs, "adapter_names": names}
 
 

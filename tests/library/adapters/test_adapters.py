@@ -8,6 +8,7 @@ import torch
 from peft import PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 import nonlinear_lowrank as nlr
 from adapter_helpers import FAMILIES, PEFT_WARNINGS, ROWS, batch, labels
@@ -157,6 +158,40 @@ def test_mixing_adapters_in_a_batch(row):
             logits(model, inputs, adapter_names=bad)
     with pytest.raises(UserError, match="training mode"):
         model.train()(**inputs, adapter_names=names)
+
+
+def mixture():
+    widths = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "vocab_size": 31}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**widths, **counts, shared_expert_intermediate_size=24)).eval()
+
+
+@pytest.mark.parametrize("kind", ["sine", "noble", "nora"])
+def test_mixing_adapters_where_the_model_flattens_its_tokens(kind):
+    linears = {"r": 2, "target_modules": ["q_proj", "shared_expert.up_proj", "shared_expert_gate"]}
+    config = {
+        "sine": lambda: nlr.SineLoraConfig(init_lora_weights=False, **linears),
+        "noble": lambda: nlr.NobleAdapterConfig(init_weights=False, r=2, target_modules=["shared_expert.up_proj"]),
+        "nora": lambda: nlr.NoraConfig(init_weights=False, groups=4, target_modules=["shared_expert.act_fn"]),
+    }[kind]
+    model = get_peft_model(mixture(), config())
+    model.add_adapter("other", config())
+    inputs, expected = {"input_ids": torch.randint(31, (3, 5))}, []
+    mixed = logits(model.eval(), inputs, adapter_names=["other", "default", "__base__"])
+    for name in ("other", "default"):
+        model.set_adapter(name)
+        expected.append(logits(model, inputs)[len(expected)])
+    with model.disable_adapter():
+        expected.append(logits(model, inputs)[2])
+    assert_close_by_norm(mixed, torch.stack(expected))
+    assert not torch.allclose(expected[2], logits(model, inputs)[2])
+
+
+def test_experts_take_no_mixed_batch():
+    """They see tokens in an order of their own."""
+    model = get_peft_model(mixture(), nlr.NoraConfig(groups=4)).eval()
+    with pytest.raises(UserError, match="Length of `adapter_names`"):
+        model(input_ids=torch.randint(31, (3, 5)), adapter_names=["default"] * 3)
 
 
 @merging_rows
