@@ -54,7 +54,7 @@ def test_settings_load_save_equally_and_train_a_llama(folder, tmp_path):
     config.save_pretrained(str(tmp_path))
     assert settings(tmp_path / "adapter_config.json") == settings(folder / "adapter_config.json")
 
-    base = model_helpers.build("llama", **LLAMA, **model_helpers.TOKENS)
+    base = model_helpers.build("llama", **LLAMA, **model_helpers.TOKENS).bfloat16()
     model = get_peft_model(base, config)
     training = {"optimizer_kwargs": {"lr": 1e-4, "weight_decay": 0.1}}  # the comparison's defaults
     if (params := folder / "training_params.json").exists():
@@ -67,10 +67,13 @@ def test_settings_load_save_equally_and_train_a_llama(folder, tmp_path):
     # NOBLE has a learning-rate table, which peft's script does not know; its tuned settings do without.
     warned = pytest.warns(nlr.LearningRateWarning) if folder.match("noble/*-default") else nullcontext()
     with warned:
-        for _ in range(3):
+        for _ in range(3):  # as the comparison does: clipped steps, and generation in between
             optimizer.zero_grad()
-            model(**inputs, labels=inputs["input_ids"]).loss.backward()
+            model.train()(**inputs, labels=inputs["input_ids"]).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+            with torch.inference_mode():
+                model.eval().generate(input_ids=inputs["input_ids"], max_new_tokens=2, do_sample=False)
     trained = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
     assert trained
     assert [name for name, tensor in trained.items() if not tensor.grad.any() or not tensor.isfinite().all()] == []
