@@ -9,7 +9,7 @@ from nlr_lab.evaluation import find_local_tasks, score_answers
 from nlr_lab.evaluation.harness import MAX_NEW_TOKENS, PROMPTS, find_answer
 from nlr_lab.evaluation.local_tasks import answers_of
 from nlr_lab.tasks.finetune.instructions import read_examples
-from nonlinear_lowrank import UserError
+from refusals import assert_refused
 from task_helpers import answer_tokenizer, commonsense_rows, tiny_model, write_lines
 
 
@@ -87,7 +87,8 @@ def test_long_prompts_lose_their_beginning_and_are_counted(tokenizer, tmp_path):
     local = find_local_tasks(["boolq_local"], tmp_path)
     model = tiny_model(tokenizer, positions=MAX_NEW_TOKENS + 8)
     assert score_answers(model, tokenizer, local, beams=1)["boolq_local"]["truncated"] == 2
-    with pytest.raises(UserError, match=f"{MAX_NEW_TOKENS} positions, and answers alone take {MAX_NEW_TOKENS}"):
-        score_answers(tiny_model(tokenizer, positions=MAX_NEW_TOKENS), tokenizer, local)
-    with pytest.raises(UserError, match="there is no prompt 'vicuna'; there are alpaca, llm-adapters"):
-        score_answers(model, tokenizer, local, prompt="vicuna")
+    few = tiny_model(tokenizer, positions=MAX_NEW_TOKENS)
+    assert_refused(f"{MAX_NEW_TOKENS} positions, and answers alone take", score_answers, few, tokenizer, local)
+    assert_refused(
+        "no prompt 'vicuna'; there are alpaca, llm-", score_answers, model, tokenizer, local, prompt="vicuna"
+    )

@@ -6,11 +6,13 @@ import math
 import pytest
 import torch
 from tokenizers import ByteLevelBPETokenizer
-from transformers import GlmConfig, GlmForCausalLM, PreTrainedTokenizerFast, TextStreamer
+from transformers import PreTrainedTokenizerFast, TextStreamer
 
 from nlr_lab.evaluation import TextScore, score_documents, score_sequences, score_tasks
 from nlr_lab.evaluation.generation import Sampling, generate_text
-from nonlinear_lowrank import NobleConfig, UserError, augment
+from nonlinear_lowrank import NobleConfig, augment
+from refusals import assert_refused
+from task_helpers import tiny_model
 
 TEXTS = ["def area(radius):\n    return 3.14 * radius ** 2\n", "for name in names:\n    print(name)\n" * 3]
 END = "<|endoftext|>"
@@ -25,11 +27,7 @@ def tokenizer():
 
 @pytest.fixture
 def model(tokenizer):
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "partial_rotary_factor": 1.0, "attention_bias": False}
-    tokens = {"vocab_size": len(tokenizer), "pad_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    config = GlmConfig(hidden_act="gelu", max_position_embeddings=64, **sizes, **heads, **tokens)
-    model = GlmForCausalLM(config)
+    model = tiny_model(tokenizer, positions=64)
     augment(model, NobleConfig(rank=4), verbose=False)
     return model.eval()
 
@@ -73,11 +71,9 @@ def test_packed_sequences_skip_masked_labels_and_ignore_batching(model, tokenize
 
 
 def test_texts_that_cannot_be_scored_are_refused(model, tokenizer):
-    with pytest.raises(UserError, match="at least 2"):
-        score_documents(model, tokenizer, [""], sequence_length=16)
-    small = GlmConfig(**{**model.config.to_dict(), "vocab_size": 40, "model_type": "glm", "eos_token_id": None})
-    with pytest.raises(UserError, match="do not fit"):
-        score_documents(GlmForCausalLM(small), tokenizer, TEXTS, sequence_length=16)
+    assert_refused("at least 2", score_documents, model, tokenizer, [""], sequence_length=16)
+    model.resize_token_embeddings(40)
+    assert_refused("do not fit", score_documents, model, tokenizer, TEXTS, sequence_length=16)
 
 
 def test_lm_eval_runs_a_local_task_on_the_live_model(model, tokenizer, tmp_path):
@@ -99,8 +95,7 @@ def test_lm_eval_runs_a_local_task_on_the_live_model(model, tokenizer, tmp_path)
 
 @pytest.mark.slow  # lm-eval reads all of its task files
 def test_a_task_that_lm_eval_does_not_know_is_refused(model, tokenizer):
-    with pytest.raises(UserError, match="no_such_task"):
-        score_tasks(model, tokenizer, ["no_such_task"])
+    assert_refused("no_such_task", score_tasks, model, tokenizer, ["no_such_task"])
 
 
 def test_generation_is_seeded_and_streams(model, tokenizer, capsys):
@@ -128,7 +123,6 @@ def test_greedy_generation_takes_the_most_likely_token_each_time(model, tokenize
 
 def test_requests_that_cannot_be_drawn_are_refused(model, tokenizer):
     for prompt, sampling in (("def ", Sampling(max_new_tokens=64)), ("def " * 64, Sampling())):
-        with pytest.raises(UserError, match="64 positions"):
-            generate_text(model, tokenizer, prompt, sampling)
+        assert_refused("64 positions", generate_text, model, tokenizer, prompt, sampling)
     generate_text(model, tokenizer, "def ", Sampling())  # as many as fit
     generate_text(model, tokenizer, "", Sampling(max_new_tokens=4))  # starts a document

@@ -5,6 +5,7 @@ import hashlib
 import json
 import lzma
 import math
+import re
 import socket
 import statistics
 from pathlib import Path
@@ -17,7 +18,7 @@ from jinja2 import Environment
 from nlr_lab.evaluation import find_local_tasks, score_tasks
 from nlr_lab.evaluation.harness import task_table
 from nlr_lab.evaluation.local_tasks import CATEGORIES, MMLU_TASK, SUBJECTS, TESTS, is_local
-from nonlinear_lowrank import UserError
+from refusals import assert_refused
 from task_helpers import byte_tokenizer, commonsense_rows, likelihoods, mmlu_rows, tiny_model, write_lines
 
 FILES = {name: test["metadata"]["files"][0] for name, test in TESTS.items()}
@@ -271,10 +272,7 @@ def test_a_malformed_row_is_named(tmp_path, name, changes, message):
     bad = {key: value for key, value in {**good, **changes}.items() if value is not None}
     path = write_lines(tmp_path / ("piqa.jsonl" if name == "piqa_local" else "test.jsonl"), [good, bad])
     write_lines(tmp_path / "dev.jsonl", mmlu_rows(["virology"], 5))
-    with pytest.raises(UserError) as refused:
-        find_local_tasks([name], tmp_path)
-    assert str(refused.value).startswith(f"{path} line 2: {message}")
-    assert "\n" not in str(refused.value)
+    assert_refused(re.escape(f"{path} line 2: {message}"), find_local_tasks, [name], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -295,8 +293,7 @@ def test_missing_files_are_named(tmp_path, name, rows, message):
     for stem, count in rows.items():
         made = commonsense_rows(stem, count) if stem == "piqa" else mmlu_rows(["virology"], count)
         write_lines(tmp_path / f"{stem}.jsonl", made)
-    with pytest.raises(UserError, match=message):
-        find_local_tasks([name], tmp_path)
+    assert_refused(message, find_local_tasks, [name], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -314,16 +311,14 @@ def test_missing_files_are_named(tmp_path, name, rows, message):
 )
 def test_files_that_cannot_be_read_are_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        find_local_tasks(["piqa_local"], tmp_path)
+    assert_refused(message, find_local_tasks, ["piqa_local"], tmp_path)
 
 
 def test_a_name_that_is_almost_ours_is_not_searched_in_lm_eval():
     assert not is_local("hellaswag")
     assert is_local("mmlu_local_professional_law")
     for wrong, right in (("mmlu_local_anatomie", "mmlu_local_anatomy"), ("winogrand_local", "winogrande_local")):
-        with pytest.raises(UserError, match=f"did you mean '{right}'"):
-            is_local(wrong)
+        assert_refused(f"did you mean '{right}'", is_local, wrong)
 
 
 @pytest.mark.shared_data
@@ -339,5 +334,4 @@ def test_every_row_of_the_real_files_is_read(shared_data):
     for folder, found in (("mmlu", local), ("commonsense", others)):
         note = (shared_data / folder / "NOTE.md").read_text()
         assert all(file.sha256 in note for file in found.files)
-    with pytest.raises(UserError, match=r"has no ARC-Challenge\.jsonl, openbookqa\.jsonl"):
-        find_local_tasks(["commonsense_local"], shared_data)
+    assert_refused(r"has no ARC-Challenge\.jsonl, openb", find_local_tasks, ["commonsense_local"], shared_data)

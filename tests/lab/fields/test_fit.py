@@ -14,7 +14,8 @@ from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.recipe import FitConfig
 from nlr_lab.fields.settings import FieldConfig
 from nlr_lab.runtime import environment
-from nonlinear_lowrank.errors import DivergedError, UserError
+from nonlinear_lowrank.errors import DivergedError
+from refusals import assert_refused
 
 SINE = FieldMethod(kind="sine", rank=1, omega=60.0)
 SHORT = FitConfig(steps=12, lr=1e-3, eval_every=4, save_every=5, threads=1, device="cpu")
@@ -113,8 +114,7 @@ def test_resumes_with_other_pictures_and_places(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         _fit(tmp_path, _with_loss(8, _stop), **about())
-    with pytest.raises(UserError, match=r"problem\.points 20, not 21"):
-        _fit(tmp_path, **about(points=21))
+    assert_refused(r"problem\.points 20, not 21", _fit, tmp_path, **about(points=21))
     moved, drawn = _problem(), []
     moved.name, write = "moved", moved.write
     moved.write = lambda model, folder: drawn.append(folder) or write(model, folder)
@@ -140,8 +140,7 @@ def test_refuses_to_overwrite_or_mix_folders(tmp_path):
         ({"problem": _problem(seed=1), "resume": True}, "other data"),
         ({"resume": True, "overwrite": True}, "choose one"),
     ):
-        with pytest.raises(UserError, match=message):
-            _fit(tmp_path, **options)
+        assert_refused(message, _fit, tmp_path, **options)
     former = _bits(tmp_path)
     (tmp_path / "photo.png").write_bytes(b"somebody's")
     (tmp_path / "pictures" / "more.png").write_bytes(b"in ours")
@@ -152,8 +151,7 @@ def test_refuses_to_overwrite_or_mix_folders(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").write_text("mine")
     for option in ("resume", "overwrite"):
-        with pytest.raises(UserError, match="holds no fit"):
-            _fit(tmp_path / "other", **{option: True})
+        assert_refused("holds no fit", _fit, tmp_path / "other", **{option: True})
     assert (tmp_path / "other" / "letter.txt").read_text() == "mine"
 
 
@@ -172,28 +170,25 @@ def test_refuses_broken_files_in_one_line(tmp_path):
     ):
         former = (tmp_path / file).read_bytes()
         (tmp_path / file).write_bytes(content) if content else (tmp_path / file).unlink()
-        with pytest.raises(UserError, match=rf"{file.partition('.')[0].partition('/')[0]}.*--overwrite"):
-            _fit(tmp_path, resume=True)
+        assert_refused(rf"{file.partition('.')[0].partition('/')[0]}.*--overwrite", _fit, tmp_path, resume=True)
         (tmp_path / file).write_bytes(former)
     (tmp_path / "result.json").write_text("{}")
     assert _fit(tmp_path, overwrite=True).steps == 12
 
 
 def test_refuses_what_cannot_be_fitted_here_in_one_line(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"the network has [\d,]+ parameters .*whose fit takes .*smaller width"):
-        _fit(tmp_path / "wide", _problem(width=10**12))
+    words = r"the network has [\d,]+ parameters .*whose fit takes .*smaller width"
+    assert_refused(words, _fit, tmp_path / "wide", _problem(width=10**12))
     with monkeypatch.context() as patch:
         patch.setattr(environment, "free_memory", lambda: 10**9)
-        with pytest.raises(UserError, match=r"forms weights of 400,000,000, whose fit takes 3.3 GB"):
-            _fit(tmp_path / "wide", _problem(width=20_000))
+        words = "forms weights of 400,000,000, whose fit takes 3.3 GB"
+        assert_refused(words, _fit, tmp_path / "wide", _problem(width=20_000))
     for device, message in (("tpu", "device tpu cannot be used here"), ("meta", "device meta cannot be used here")):
-        with pytest.raises(UserError, match=message):
-            _fit(tmp_path / "wide", config=replace(SHORT, device=device))
-    with pytest.raises(UserError, match="rank 8 saves no parameters in any linear"):
-        _fit(tmp_path / "wide", method=replace(SINE, rank=8))
+        assert_refused(message, _fit, tmp_path / "wide", config=replace(SHORT, device=device))
+    assert_refused("rank 8 saves no parameters in any linear", _fit, tmp_path / "wide", method=replace(SINE, rank=8))
     assert not (tmp_path / "wide").exists()
-    with pytest.raises(UserError, match="the fit does not fit memory; choose a smaller width"):
-        _fit(tmp_path / "large", _with_loss(1, lambda model, loss: torch.empty(10**16).sum()))
+    vast = _with_loss(1, lambda model, loss: torch.empty(10**16).sum())
+    assert_refused("the fit does not fit memory; choose a smaller width", _fit, tmp_path / "large", vast)
 
 
 def test_learning_rates_follow_their_schedule():

@@ -10,7 +10,7 @@ from PIL import Image, ImageOps
 from nlr_lab.fields.image import ImageProblem, ImageSettings, positions, psnr, read_image
 from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.settings import FieldConfig
-from nonlinear_lowrank.errors import UserError
+from refusals import assert_refused
 
 SMALL = FieldConfig(in_features=2, out_features=3, width=16)
 
@@ -96,9 +96,7 @@ def test_files_that_are_no_images_are_refused_by_name(tmp_path):
         ("real.tif", r"real.tif: its values are 32-bit \(mode F\).*8 or 16 bits"),
         ("small.png", r"crop 5 is larger than .*, 4 x 4 pixels"),
     ):
-        with pytest.raises(UserError, match=message) as caught:
-            ImageSettings(source=str(tmp_path / name), crop=5, field=SMALL).prepare()
-        assert "\n" not in str(caught.value)
+        assert_refused(message, ImageSettings(source=str(tmp_path / name), crop=5, field=SMALL).prepare)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +111,7 @@ def test_files_that_are_no_images_are_refused_by_name(tmp_path):
     ],
 )
 def test_refuses_arrays_that_are_no_images_and_other_networks(pixels, field, message):
-    with pytest.raises(UserError, match=message):
-        ImageProblem(pixels, field=field)
+    assert_refused(message, ImageProblem, pixels, field=field)
 
 
 def test_deep_greys_are_scaled_and_clear_pixels_come_before_white(tmp_path):

@@ -24,7 +24,7 @@ from nlr_lab.fields.rendering import (
 )
 from nlr_lab.fields.scenes import demo_scene, demo_volume
 from nlr_lab.fields.settings import RadianceConfig
-from nonlinear_lowrank import UserError
+from refusals import assert_refused
 from seeds import rng
 
 TINY = RadianceConfig(width=16, layers=2, view_width=16)
@@ -120,8 +120,8 @@ def test_frames_that_no_path_can_be_made_for_are_refused_before_training():
     poses[:, 0, 2], poses[:, 2, 0], poses[:, 1, 1] = np.sin(turn), -np.sin(turn), 1
     scene = demo_scene(views=4, size=16)
     scene = replace(scene, cameras=replace(scene.cameras, poses=poses))
-    with pytest.raises(UserError, match=r"no path can be made for the frames of .*, or set frames to 0"):
-        NerfProblem(scene, NerfSettings(field=TINY, frames=2))
+    words = "no path can be made for the frames of .*, or set frames to 0"
+    assert_refused(words, NerfProblem, scene, NerfSettings(field=TINY, frames=2))
     NerfProblem(scene, NerfSettings(field=TINY, frames=0))
     # a fit that was begun with frames can be ended without them
     assert tiny_problem(frames=3).fingerprint == tiny_problem(frames=0, frame_downscale=1).fingerprint

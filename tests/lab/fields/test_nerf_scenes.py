@@ -11,7 +11,7 @@ from PIL import Image
 from nlr_lab.fields.nerf import NerfProblem, NerfSettings
 from nlr_lab.fields.rendering import average_pose, look_at, pixel_rays, recentred
 from nlr_lab.fields.scenes import read_scene
-from nonlinear_lowrank import UserError
+from refusals import assert_refused
 from seeds import rng
 
 VIEWS, HEIGHT, WIDTH, FOCAL = 9, 12, 16, 20.0
@@ -107,10 +107,8 @@ def test_reads_the_scene_of_a_folder_from_npz(llff, tmp_path):
     assert one.fingerprint != read_scene(tmp_path / "scene.npz", held_out=(3,)).fingerprint
     for held_out in ((0, 9), (-1,), (1, 1), (), range(9)):
         named = ", ".join(map(str, held_out)) or "none"
-        refused(
-            f"the views {named}; hold out different ones of 0 to 8",
-            lambda held_out=held_out: read_scene(tmp_path / "scene.npz", held_out=held_out),
-        )
+        words = f"the views {named}; hold out different ones of 0 to 8"
+        assert_refused(words, read_scene, tmp_path / "scene.npz", held_out=held_out)
 
 
 def test_blends_clear_pixels_of_a_blender_folder_with_white(tmp_path):
@@ -155,21 +153,15 @@ def test_paths_are_rotations_that_keep_the_scene_in_sight(llff, tmp_path):
     assert np.allclose(np.linalg.norm(positions, axis=1), np.linalg.norm(positions[0]))
 
 
-def refused(match, call):
-    with pytest.raises(UserError, match=match) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-
-
 def test_missing_pictures_and_sizes_are_named(llff):
     folder, _, _ = llff
-    refused(r"downscale 1 \(folders of pictures: images_2\); give downscale 2", lambda: read_scene(folder))
-    refused("16 x 12 pixels, which cannot get 20 times smaller", lambda: read_scene(folder, downscale=40))
-    refused("downscale must be a positive integer", lambda: read_scene(folder, downscale=0))
+    assert_refused(r"downscale 1 \(folders of pictures: images_2\); give downscale 2", read_scene, folder)
+    assert_refused("16 x 12 pixels, which cannot get 20 times smaller", read_scene, folder, downscale=40)
+    assert_refused("downscale must be a positive integer", read_scene, folder, downscale=0)
     Image.fromarray(random_images(1, 12, 15)[0]).save(folder / "images_2" / "view004.png")
-    refused(r"different sizes: view000.png has 16 x 12 .* view004.png", lambda: read_scene(folder, downscale=2))
+    assert_refused(r"different sizes: view000.png has 16 x 12 .* view004.png", read_scene, folder, downscale=2)
     (folder / "images_2" / "view002.png").write_bytes(b"no picture")
-    refused("cannot read the image .*view002.png", lambda: read_scene(folder, downscale=2))
+    assert_refused("cannot read the image .*view002.png", read_scene, folder, downscale=2)
 
 
 @pytest.mark.parametrize(
@@ -191,12 +183,12 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path, change, match):
     arrays = {"images": random_images(), "poses_bounds": poses_bounds(random_poses())}
     change(arrays)
     np.savez(tmp_path / "scene.npz", **arrays)
-    refused(match, lambda: read_scene(tmp_path / "scene.npz"))
+    assert_refused(match, read_scene, tmp_path / "scene.npz")
 
 
 def test_folders_without_transforms_and_broken_ones_are_refused(tmp_path):
-    refused("there is no file or folder", lambda: read_scene(tmp_path / "nowhere"))
-    refused("lacks transforms_train.json and transforms_test.json", lambda: read_scene(tmp_path))
+    assert_refused("there is no file or folder", read_scene, tmp_path / "nowhere")
+    assert_refused("lacks transforms_train.json and transforms_test.json", read_scene, tmp_path)
     save_blender(tmp_path, {"train": 2, "test": 2})
     file = tmp_path / "transforms_test.json"
     good = json.loads(file.read_text())
@@ -214,18 +206,18 @@ def test_folders_without_transforms_and_broken_ones_are_refused(tmp_path):
         ),
     ]:
         file.write_text(json.dumps(wrong))
-        refused(match, lambda: read_scene(tmp_path))
+        assert_refused(match, read_scene, tmp_path)
     file.write_text("{")
-    refused("transforms_test.json cannot be read", lambda: read_scene(tmp_path))
+    assert_refused("transforms_test.json cannot be read", read_scene, tmp_path)
     file.unlink()
-    refused("lacks transforms_test.json", lambda: read_scene(tmp_path))
+    assert_refused("lacks transforms_test.json", read_scene, tmp_path)
     (tmp_path / "scene.npz").write_bytes(b"no zip")
-    refused("no .npz file", lambda: read_scene(tmp_path / "scene.npz"))
+    assert_refused("no .npz file", read_scene, tmp_path / "scene.npz")
 
 
 def test_cameras_that_cancel_out_have_no_average():
     poses = np.stack([look_at(np.array([0.0, 0, z]), np.zeros(3), np.array([0.0, 1, 0])) for z in (1, -1)])
-    refused("cancel out", lambda: recentred(poses))
+    assert_refused("cancel out", recentred, poses)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +237,7 @@ def test_never_trains_on_a_scenes_own_test_views(tmp_path, held_out, trained):
     *_, colours, _ = NerfProblem(scene, settings).batch(0, torch.Generator().manual_seed(0))
     seen = {tuple(each) for each in scene.images[list(trained)].reshape(-1, 3).tolist()}
     assert {tuple(each) for each in colours.tolist()} <= seen
-    refused("hold out .* leave at least one", lambda: read_scene(tmp_path, held_out=(0, 1, 2)))
+    assert_refused("hold out .* leave at least one", read_scene, tmp_path, held_out=(0, 1, 2))
 
 
 def test_views_that_device_coordinates_cannot_show_are_refused(tmp_path):
@@ -260,7 +252,7 @@ def test_views_that_device_coordinates_cannot_show_are_refused(tmp_path):
     # The outermost pixels' centres are atan(7.5 / 8) = 43.2 degrees off the axis.
     scene = read_scene(save(46))
     assert (scene.cameras.corners()[..., 2] < 0).all()
-    refused("view 0 of wide sees sideways or backwards.*turn them off", lambda: read_scene(save(47.5)))
+    assert_refused("view 0 of wide sees sideways or backwards.*turn them off", read_scene, save(47.5))
     assert not read_scene(save(47.5), ndc=False).ndc
 
 

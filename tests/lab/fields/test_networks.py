@@ -13,8 +13,8 @@ from nlr_lab.fields.model import Field, RadianceNet, encode, gaussian
 from nlr_lab.fields.problem import FieldArm, FieldMethod
 from nlr_lab.fields.recipe import FitConfig
 from nlr_lab.fields.settings import FieldConfig, RadianceConfig
-from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
+from refusals import assert_refused
 from seeds import rng
 
 
@@ -84,11 +84,20 @@ def test_reads_and_writes_the_short_form(text):
         ("sine:rank", "cannot read 'rank'"),
         ("sine:rnk=1", "cannot read 'rnk=1'"),
         ("sine:rank=1,rank=2", "cannot read 'rank=2' .* each once"),
+        ("sine:rank=5,lr=fast", "lr must be a .*number.*, got 'fast'"),
+        ("sine:rank=5,lr=-1", "lr must be a finite number above 0"),
+        ("sine:rank=5,name=a/b", "must be made of letters"),
     ],
 )
 def test_refuses_short_forms_that_make_no_sense(text, message):
-    with pytest.raises(UserError, match=message):
-        FieldMethod.parse(text)
+    for parse in (FieldArm.parse,) if "lr=" in text or "name=" in text else (FieldArm.parse, FieldMethod.parse):
+        assert_refused(message, parse, text)
+
+
+def test_arm_tries_both_inits_unless_told():
+    arm = FieldArm.parse("sine:rank=5,omega=50")
+    assert (arm.name, arm.lr, arm.inits) == ("sine-k5-w50", None, ("kaiming_sqrt5", "kaiming_zero"))
+    assert_refused("inits must be one or more", FieldArm, method=FieldMethod(), inits=("orthogonal",))
 
 
 def test_factors_every_linear_that_gets_smaller_on_request():

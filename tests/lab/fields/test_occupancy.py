@@ -18,7 +18,7 @@ from nlr_lab.fields.occupancy_grid import LatticePoints, occupancy_grid
 from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.settings import FieldConfig
 from nlr_lab.runtime import bounds, environment
-from nonlinear_lowrank import UserError
+from refusals import assert_refused
 from seeds import rng
 
 SMALL = {"resolution": 24, "held_out": 24, "mesh_resolution": 24, "points": 256, "picture_height": 48}
@@ -283,14 +283,12 @@ def test_refuses_grids_of_open_or_hollow_meshes_and_those_too_large(monkeypatch)
         (box, 100_000, r"resolution 100000: so many points .* takes 1000000.1 GB and .* GB are free"),
         *((box, wrong, "resolution must be an integer of at least 2") for wrong in (1, 2.5, True)),
     ):
-        with pytest.raises(UserError, match=message):
-            occupancy_grid(mesh, resolution)
+        assert_refused(message, occupancy_grid, mesh, resolution)
     inside = np.zeros((64, 64, 64), dtype=bool)
     inside[:32] = True
     monkeypatch.setattr(environment, "free_memory", lambda: 100_000_000 + 4 * inside.size)
     assert LatticePoints(inside, 0.7, 0.2).part == pytest.approx(0.2, abs=0.02)
-    with pytest.raises(UserError, match=r"surface_band 0.8: the band .* points of the lattice, takes .* give"):
-        LatticePoints(inside, 0.7, 0.8)
+    assert_refused("surface_band 0.8: the band .* of the lattice, takes .* give", LatticePoints, inside, 0.7, 0.8)
 
 
 def test_learns_a_shape(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from nlr_lab.runtime.storage import newest_valid, opened, prune, read_manifest, step_folders
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.hub.storage import MANIFEST, staged_folder
+from refusals import assert_refused
 
 
 def steps(folder: Path, *numbers: int) -> None:
@@ -29,8 +30,7 @@ def test_prune_counts_no_damaged_checkpoint_as_kept(tmp_path):
 def test_prune_deletes_nothing_before_the_newest_reads_back(tmp_path):
     steps(tmp_path, 2, 4, 6)
     (tmp_path / "step-000006" / "x").write_text("contenT 6")  # of the same size
-    with pytest.raises(UserError, match=r"step-000006.*damaged"):
-        prune(tmp_path, newest=6, keep=1)
+    assert_refused(r"step-000006.*damaged", prune, tmp_path, newest=6, keep=1)
     assert list(step_folders(tmp_path)) == [2, 4, 6]
     assert newest_valid(tmp_path)[0].name == "step-000004"
 

@@ -1,0 +1,12 @@
+"""What bad input comes to: one line."""
+
+import pytest
+
+from nonlinear_lowrank import UserError
+
+
+def assert_refused(words, call, *arguments, **settings):
+    """Assert that a call raises a UserError of one line in which the regular expression `words` is found."""
+    with pytest.raises(UserError, match=words) as caught:
+        call(*arguments, **settings)
+    assert "\n" not in str(caught.value)
