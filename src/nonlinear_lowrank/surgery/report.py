@@ -1,8 +1,7 @@
 """The report of `augment`, in numbers and words, and the forward FLOPs of modules: a multiply-add counts 2."""
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,8 +50,8 @@ class AugmentReport:
         if self.body_parameters:
             share = 100 * self.reached_parameters / self.body_parameters
             lines.append(f"  reaches {share:.2f} % of the body's {self.body_parameters:,} parameters")
-        lines += [f"  swapped {row}" for row in _grouped({name: self.details.get(name, "") for name in self.swapped})]
-        lines += [f"  skipped {row}" for row in _grouped(self.skipped)]
+        lines += [f"  swapped {row}" for row in folded({name: self.details.get(name, "") for name in self.swapped})]
+        lines += [f"  skipped {row}" for row in folded(self.skipped)]
         return "\n".join(lines)
 
 
@@ -78,10 +77,29 @@ def _change(before: int, added: int) -> str:
     return f"{before:,} {'-' if added < 0 else '+'} {abs(added):,} ({share})"
 
 
-def _grouped(rows: Mapping[str, str]) -> list[str]:
-    """Return rows "name x 12: why", layer numbers folded to *."""
-    counts = Counter((re.sub(r"\.\d+\.", ".*.", name), why) for name, why in rows.items())
-    return [f"{name}{f' x {n}' * (n > 1)}{f': {why}' * bool(why)}" for (name, why), n in counts.items()]
+def folded(rows: Mapping[str, str]) -> list[str]:
+    """Return "name x 12: why" for each, the layers' numbers folded to ranges."""
+    number = re.compile(r"\.(\d+)(?=\.|$)")
+    groups: dict[tuple[str, str], list[list[int]]] = {}
+    for name, why in rows.items():
+        groups.setdefault((number.sub(".{}", name), why), []).append([int(each) for each in number.findall(name)])
+    return [
+        name.format(*(_ranges(sorted(set(numbers))) for numbers in zip(*found, strict=True)))
+        + (f" x {len(found)}" if len(found) > 1 else "")
+        + (f": {why}" if why else "")
+        for (name, why), found in groups.items()
+    ]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return "0-3,7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 _ACTIVE = (

@@ -8,7 +8,6 @@ and the Auto classes know (`hub`).
 """
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
@@ -28,6 +27,7 @@ from nonlinear_lowrank.adapters.weights import AdapterLayer
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
 from nonlinear_lowrank.surgery.augment import after_augment
+from nonlinear_lowrank.surgery.report import folded
 from nonlinear_lowrank.surgery.targets import output_head_names
 
 from .adapter_layers import ALL_ACTIVATIONS, ALL_LINEAR, NoraActivation, NoraConfig, NoraLoraLinear, NoraSineLinear
@@ -62,37 +62,12 @@ class NoraReport:
             [
                 f"NoRA{'++' if self.linears else ''} {self.adapter!r}: {len(self.activations)} activations became "
                 f"rational functions{lora}; {self.trainable:,} trained parameters, {self.flops:,} FLOPs a token",
-                *(f"  rational   {row}" for row in _folded(self.activations)),
-                *(f"  LoRA       {row}" for row in _folded(dict.fromkeys(self.linears, ""))),
-                *(f"  skipped    {row}" for row in _folded(self.skipped)),
-                *(f"  functional {row}" for row in _folded(functional)),
+                *(f"  rational   {row}" for row in folded(self.activations)),
+                *(f"  LoRA       {row}" for row in folded(dict.fromkeys(self.linears, ""))),
+                *(f"  skipped    {row}" for row in folded(self.skipped)),
+                *(f"  functional {row}" for row in folded(functional)),
             ]
         )
-
-
-def _folded(rows: Mapping[str, str]) -> list[str]:
-    """Return "name x 12: why" for each, the layers' numbers folded to ranges."""
-    number = re.compile(r"\.(\d+)(?=\.|$)")
-    groups: dict[tuple[str, str], list[list[int]]] = {}
-    for name, why in rows.items():
-        groups.setdefault((number.sub(".{}", name), why), []).append([int(each) for each in number.findall(name)])
-    return [
-        name.format(*(_ranges(sorted(set(numbers))) for numbers in zip(*found, strict=True)))
-        + (f" x {len(found)}" if len(found) > 1 else "")
-        + (f": {why}" if why else "")
-        for (name, why), found in groups.items()
-    ]
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return "0-3,7"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 @register_adapter(NoraConfig)
