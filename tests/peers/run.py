@@ -56,7 +56,7 @@ def run(folder: Path, peer: str, cache: Path, workers: str) -> ElementTree.Eleme
 
 def results(report: ElementTree.Element) -> dict[str, Any]:
     """Return the counts of OUTCOMES by suite, how often what was refused, and the failed tests with their errors."""
-    counts = {suite: Counter({outcome: 0 for outcome in OUTCOMES}) for suite in SUITES}
+    counts = {suite: Counter(dict.fromkeys(OUTCOMES, 0)) for suite in SUITES}
     refused: Counter[str] = Counter()
     failed = {}
     for case in report.iter("testcase"):
