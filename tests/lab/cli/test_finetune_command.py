@@ -80,26 +80,17 @@ def test_the_folder_tells_task_labels_and_metric(root, tmp_path, capsys, folder,
 def test_wrong_input_is_one_line_and_leaves_nothing(root, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     kit.image_task(root)  # its model, which is none of language
-    bad = tmp_path / "bad" / "CoLA"
-    bad.mkdir(parents=True)
-    (bad / "train.tsv").write_text("id\ttext\n1\tA\n")
-    (tmp_path / "bad.jsonl").write_text('{"instruction": "x", "output": "y"}\n{"instruction": "x"}\n')
     before = sorted(tmp_path.rglob("*"))
     out = tmp_path / "out"
-    small = ["--checkpoint", root / "llama", "--out", out, "--arm", "lora:r=2"]
     cases = [
         (["finetune"], "name a recipe first", "glue-minilm"),
         (["finetune", "glue-minlm"], "unknown recipe", "'glue-minilm'"),
         (["finetune", "llm-demo"], "trains a model from scratch", "nlr train llm-demo"),
         (["train", "glue-minilm"], "tunes a pretrained model", "nlr finetune glue-minilm"),
-        (options(root, out, "--arm", "loro:r=2"), "unknown arm 'loro:r=2'", "sine-lora"),
         (options(root, out, "--arm", "baseline"), "baseline changes nothing", "lora"),
         (options(root, out, "--arm", "lora:r=2,grid=1e-3/1e-4"), "nlr compare"),
         (options(root, out, "--arm", "lora:target_modules=nosuch"), "does not fit", "nosuch", "query"),
-        (options(root, out, "--source", tmp_path / "bad"), "train.tsv", "sentence, label", "id, text"),
         (options(root, out, "--checkpoint", "./nowhere"), "no model in ./nowhere"),
-        (options(root, out, "--glue.task", "colla"), "unknown GLUE task"),
-        (["finetune", "instruct-small", "--source", tmp_path / "bad.jsonl", *small], "line 2", "output"),
         (["finetune", "instruct-small", "--out", out, "--checkpoint", root / "vit"], "vit is a vit"),
         (["finetune", "instruct-small", "--out", out], "runs/llm-demo", "--checkpoint"),
     ]

@@ -1,18 +1,16 @@
 """`nlr fit` and `nlr compare` on fields: recipes, options, outputs, wrong inputs."""
 
 import json
-import re
-import shlex
 from dataclasses import asdict, is_dataclass, replace
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from cli_helpers import refused, run, succeed
+from cli_helpers import run, succeed
 from nlr_lab.fields.fit import Stepper, build
 from nlr_lab.fields.problem import FieldArm, FieldMethod
-from nlr_lab.recipes import RECIPES, get_recipe, recipe_function
+from nlr_lab.recipes import RECIPES, get_recipe
 
 FIELDS = [name for name, entry in RECIPES.items() if entry.command == "fit"]
 DEMOS = [name for name in FIELDS if name.endswith("-demo")]
@@ -21,10 +19,8 @@ SHORT = ("--steps", "6", "--points", "50", "--crop", "24", "--size", "0", "--wid
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_recipe_of_a_field_is_whole_and_states_command_hardware_time_and_expectation(name):
+def test_recipe_of_a_field_is_whole(name):
     recipe = get_recipe(name)
-    assert recipe.name == name
-    assert recipe.description == RECIPES[name].summary
     assert is_dataclass(recipe.problem)
     json.dumps(asdict(recipe.problem))
     assert str(FieldMethod.parse(recipe.method)) == recipe.method
@@ -34,12 +30,6 @@ def test_recipe_of_a_field_is_whole_and_states_command_hardware_time_and_expecta
     sizes = {kind: sorted(arm.method.rank for arm in arms if arm.method.kind == kind) for kind in ("low-rank", "sine")}
     assert sizes["low-rank"] == sizes["sine"]
     assert len(sizes["sine"]) >= 3  # of which a curve can be made
-    text = recipe_function(name).__doc__
-    for label in ("Command", "Hardware", "Time", "Expect"):
-        assert re.search(rf"^ *{label}: \S", text, re.MULTILINE), label
-    words = [shlex.split(command) for command in re.findall(r"`nlr ([^`]+)`", text)]
-    assert all(each[0] in ("fit", "compare") and each[1] == name for each in words)
-    assert any(each[0] == "fit" for each in words)
 
 
 @pytest.mark.parametrize("name", DEMOS)
@@ -108,35 +98,6 @@ def test_comparison_resumes_with_data_that_were_moved(capsys, tmp_path, monkeypa
     assert list((tmp_path / "out").glob("**/step-000004"))
     (tmp_path / "photo.png").rename(tmp_path / "moved.png")
     succeed(capsys, *command, "--source", tmp_path / "moved.png", "--resume")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("fit", "name a recipe first"),
-        ("fit image-demos", "did you mean 'image-demo'"),
-        ("fit llm-demo", "llm-demo trains a model from scratch: nlr train llm-demo"),
-        ("train image-demo", "image-demo fits a field: nlr fit image-demo"),
-        ("inspect image-demo", "image-demo fits a field"),
-        ("fit image-demo --method sine", "sine linears need a rank"),
-        ("fit image-demo --method sine:rank=400,omega=3", "rank 400 saves no parameters"),
-        ("fit image-demo --source zero.png", "zero.png"),
-        ("fit image-demo --source zero.pgm", "zero.pgm"),
-        ("fit image-demo --steps 0", "steps must be a positive integer"),
-        ("fit image-demo --device meta", "device meta cannot be used here"),
-        ("compare image-demo --arms sine:rank=5", "at least two arms"),
-        ("compare image-demo --max-minutes 0", "--max-minutes must be above 0"),
-        ("compare image-demo --max-minutes nan", "--max-minutes must be above 0 and finite"),
-        ("compare image-demo --timing-rounds -1", "timing_rounds must be an integer of at least 0"),
-        ("compare image-demo --width 1000000000000", "choose a smaller width"),
-    ],
-)
-def test_wrong_inputs_are_refused_in_one_line(capsys, tmp_path, monkeypatch, arguments, message):
-    (tmp_path / "zero.png").write_bytes(b"")
-    (tmp_path / "zero.pgm").write_bytes(b"P5 0 4 255\n")
-    monkeypatch.chdir(tmp_path)
-    assert message in refused(capsys, *arguments.split())
-    assert {path.name for path in tmp_path.iterdir()} == {"zero.png", "zero.pgm"}
 
 
 def test_reads_a_whole_photograph_as_it_is(tmp_path):

@@ -3,29 +3,22 @@
 import io
 import json
 import lzma
+import re
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from cli_helpers import refused, succeed
 from image_helpers import noise, png
-from nlr_lab.cli.main import main
 from nlr_lab.tasks.images.encoding import as_square
 from nlr_lab.tasks.images.examples import Pixels
 from nlr_lab.tasks.images.sources import read_images
-from nonlinear_lowrank.errors import UserError
+from refusals import assert_refused
 
 
 def pixels(side, index):
     return np.asarray(side.read(index))
-
-
-def refused(call, *arguments):
-    """The message of a refusal, which is one line."""
-    with pytest.raises(UserError) as caught:
-        call(*arguments)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_digits_are_embedded_and_split_the_same_way_each_time():
@@ -92,8 +85,7 @@ def test_labels_that_number_no_classes(tmp_path, labels, words):
         tmp_path / "b.npz", **{f"{side}_{name}": each for side in ("train", "test") for name, each in blob.items()}
     )
     for name in ("a.npz", "b.npz"):
-        with pytest.raises(UserError, match=words.replace("labels must", "(labels|train_y) must")):
-            read_images(str(tmp_path / name))
+        assert_refused(words.replace("labels must", "(labels|train_y) must"), read_images, str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +127,7 @@ ENCODED = {f"{side}_{part}": each for side in ("train", "test") for part, each i
 )
 def test_arrays_that_do_not_fit_are_refused(tmp_path, arrays, words):
     np.savez(tmp_path / "a.npz", **arrays, allow_pickle=True)
-    assert words in refused(read_images, str(tmp_path / "a.npz"))
+    assert_refused(re.escape(words), read_images, str(tmp_path / "a.npz"))
 
 
 def test_absent_sources_are_refused(tmp_path):
@@ -147,10 +139,10 @@ def test_absent_sources_are_refused(tmp_path):
         (tmp_path / "a.npz", "no .npz file that can be read"),
         (tmp_path / "empty", "no folders of images"),
     ):
-        assert words in refused(read_images, str(source))
+        assert_refused(re.escape(words), read_images, str(source))
     (tmp_path / "empty" / "cat" / "1.png").write_bytes(b"no image")
     splits = read_images(str(tmp_path / "empty"))
-    assert "cannot read the image" in refused((splits.train if len(splits.train) else splits.test).read, 0)
+    assert_refused("cannot read the image", (splits.train if len(splits.train) else splits.test).read, 0)
 
 
 @pytest.mark.shared_data
@@ -194,8 +186,8 @@ def test_dataset_gives_images_labels_and_names(monkeypatch):
     assert splits.classes == ("cat", "dog")
     assert (splits.train.labels.tolist(), splits.test.labels.tolist()) == ([0, 1, 1], [1])
     assert (pixels(splits.train, 0) == array).all()
-    assert "cannot read the image train/1 of some/dataset" in refused(splits.train.read, 1)
-    assert "train/2 of some/dataset: there is no image" in refused(splits.train.read, 2)
+    assert_refused("cannot read the image train/1 of some/dataset", splits.train.read, 1)
+    assert_refused("train/2 of some/dataset: there is no image", splits.train.read, 2)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +202,7 @@ def test_dataset_gives_images_labels_and_names(monkeypatch):
 )
 def test_datasets_that_do_not_fit(monkeypatch, splits, words):
     dataset(monkeypatch, **{name: (pictures(len(labels)), labels) for name, labels in splits.items()})
-    assert words in refused(read_images, "some/set")
+    assert_refused(re.escape(words), read_images, "some/set")
 
 
 @pytest.mark.parametrize("labels", [None, [-1, -1], [None, None], []])
@@ -238,13 +230,11 @@ def test_grey_of_16_bits_keeps_its_range(tmp_path, channels):
 
 def test_refused_source_leaves_the_former_run(tmp_path, capsys):
     sizes = ["--steps=2", "--layers=1", "--width=16", "--heads=2", "--hidden=16", "--batch-size=4", "--plain-rows=8"]
-    command = ["train", "vit-demo", *sizes, "--arm", "noble:rank=2", "--out", str(tmp_path / "run")]
+    command = ["train", "vit-demo", *sizes, "--arm", "noble:rank=2", "--out", tmp_path / "run"]
     np.savez(tmp_path / "bad.npz", images=noise(60, 8, 8), labels=np.eye(3, dtype=np.int64).repeat(20, 0))
-    assert main(command) == 0
+    succeed(capsys, *command)
     before = (tmp_path / "run" / "result.json").read_bytes()
-    capsys.readouterr()
-    assert main([*command, "--overwrite", "--source", str(tmp_path / "bad.npz")]) == 2
-    assert "one-hot" in capsys.readouterr().err
+    assert "one-hot" in refused(capsys, *command, "--overwrite", "--source", tmp_path / "bad.npz")
     assert (tmp_path / "run" / "result.json").read_bytes() == before
 
 
@@ -254,5 +244,4 @@ def test_text_models_draw_nothing(tmp_path, capsys, monkeypatch, words):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "glm"}))
     (tmp_path / "model" / "model.safetensors").write_bytes(b"")
-    assert main(["generate", "model", *words]) == 2
-    assert f"{words[0]} is for models of image tokens" in capsys.readouterr().err
+    assert f"{words[0]} is for models of image tokens" in refused(capsys, "generate", "model", *words)

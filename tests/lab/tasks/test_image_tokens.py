@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from cli_helpers import refused, succeed
 from image_helpers import noise
 from nlr_lab.cli.main import main
 from nlr_lab.evaluation.generation import Sampling, picture, sample_images
@@ -18,11 +19,11 @@ from nlr_lab.tasks.images.encoding import as_square, prepare_images
 from nlr_lab.tasks.images.tokenizers import ImageCodec, PatchTokenizer, VQTokenizer, find_vq
 from nlr_lab.tasks.images.tokens import ImageTokenData
 from nlr_lab.training import Recipe, run_training
-from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import convert, load_model
 from nonlinear_lowrank.hub.image_tokens import ImageTokensConfig, ImageTokensForCausalLM
 from nonlinear_lowrank.methods.noble import NobleConfig
 from pretraining_helpers import assert_resumes_exactly
+from refusals import assert_refused
 from seeds import rng
 
 
@@ -66,8 +67,7 @@ def test_patches_are_fitted_the_same_way_each_time():
     one, two = (PatchTokenizer.fit(images, codes=6, patch=2) for _ in range(2))
     assert np.array_equal(one.means, two.means)
     assert np.abs(one.decode(one.encode(images)).astype(int) - images).mean() < 20  # means may have merged
-    with pytest.raises(UserError, match="6 different patches, fewer than the 7 codes"):
-        PatchTokenizer.fit(images, codes=7, patch=2)
+    assert_refused("6 different patches, fewer than the 7 codes", PatchTokenizer.fit, images, codes=7, patch=2)
 
 
 def test_a_codec_is_saved_and_read_back(tmp_path):
@@ -78,18 +78,15 @@ def test_a_codec_is_saved_and_read_back(tmp_path):
     assert np.array_equal(codec.tokenizer.encode(images), tokenizer.encode(images))
     assert (codec.rows, codec.columns, codec.classes) == (2, 2, ("cat", "7", "dog"))
     assert [codec.find_class(name) for name in ("dog", "7", "0")] == [2, 1, 0]
-    with pytest.raises(UserError, match="no class 'cow'; the model has 3: cat, 7, dog"):
-        codec.find_class("cow")
+    assert_refused("no class 'cow'; the model has 3: cat, 7, dog", codec.find_class, "cow")
     text = (tmp_path / "a" / "image_tokenizer.json").read_text()
     for change, message in (('"kind": "x"', "cannot be read .'x'"), ('"kind": "patches", "codes": 8', "9 codes")):
         broken = text.replace('"kind": "patches",\n  "codes": 9', change)
         (tmp_path / "a" / "image_tokenizer.json").write_text(broken)
-        with pytest.raises(UserError, match=message):
-            ImageCodec.load(tmp_path / "a")
+        assert_refused(message, ImageCodec.load, tmp_path / "a")
     (tmp_path / "a" / "image_tokenizer.safetensors").write_bytes(b"cut short")
     (tmp_path / "a" / "image_tokenizer.json").write_text(text)
-    with pytest.raises(UserError, match="cannot be read"):
-        ImageCodec.load(tmp_path / "a")
+    assert_refused("cannot be read", ImageCodec.load, tmp_path / "a")
 
 
 def test_the_middle_of_an_image_is_kept():
@@ -206,8 +203,7 @@ def test_bad_sources(tmp_path):
         ("a.npz", {"tokenizer": "./nowhere"}, "no such image tokenizer"),
         ("a.npz", {"tokenizer": str(tmp_path)}, "holds no VQModel"),
     ):
-        with pytest.raises(UserError, match=message):
-            prepare_images(data(tmp_path, tmp_path / name, **changes))
+        assert_refused(message, prepare_images, data(tmp_path, tmp_path / name, **changes))
 
 
 # --- VQModel -------------------------------------------------------------------------------------------------
@@ -267,19 +263,16 @@ def test_images_encoded_by_a_vqmodel(vq, tmp_path):
     assert prepared.train[3]["input_ids"][0] == 24 + arrays["y_train"][3]
     codes = find_vq(str(folder)).encode(arrays["x_train"])[3]
     assert prepared.train[3]["input_ids"][1:].tolist() == codes.ravel().tolist()
-    with pytest.raises(UserError, match="24 codes of 4 pixels; set --codes 24 --patch 4"):
-        prepare_images(data(tmp_path, **source, codes=25))
+    assert_refused("24 codes of 4 pixels; set --codes 24 --patch 4", prepare_images, data(tmp_path, **source, codes=25))
 
 
 def test_a_vqmodel_without_diffusers_or_safetensors(tmp_path, monkeypatch):
     config = {"_class_name": "VQModel", "num_vq_embeddings": 5, "in_channels": 3, "block_out_channels": [8, 8]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="pickled weights are never read"):
-        VQTokenizer(tmp_path)
+    assert_refused("pickled weights are never read", VQTokenizer, tmp_path)
     (tmp_path / "diffusion_pytorch_model.safetensors").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "diffusers", None)
-    with pytest.raises(UserError, match=r"pip install 'nonlinear-lowrank\[images\]'"):
-        VQTokenizer(tmp_path).encode(noise(1, 4, 4, 3))
+    assert_refused(r"pip install 'nonlinear-lowrank\[images\]'", VQTokenizer(tmp_path).encode, noise(1, 4, 4, 3))
 
 
 # --- training and drawing ------------------------------------------------------------------------------------
@@ -323,25 +316,21 @@ def test_requests_that_cannot_be_drawn(trained):
         (codec, [0], 1, Sampling(max_new_tokens=3), "every image has 4 tokens"),
         (stranger, [0], 1, Sampling(), "they do not belong together"),
     ):
-        with pytest.raises(UserError, match=message):
-            sample_images(model, tokenizer, classes, each, sampling)
+        assert_refused(message, sample_images, model, tokenizer, classes, each, sampling)
 
 
 def test_generate_writes_a_picture(trained, tmp_path, capsys):
     out = tmp_path / "samples.png"
-    assert main(["generate", str(trained), "--images", "3", "--out", str(out)]) == 0
-    assert "3 images of each of 0, 1" in capsys.readouterr().out
+    assert "3 images of each of 0, 1" in succeed(capsys, "generate", trained, "--images", 3, "--out", out)
     assert np.asarray(Image.open(out)).shape == (2 * 50 + 2, 12 + 3 * 50, 3)
-    assert main(["generate", str(trained), "--classes", "1", "--images", "1", "--out", str(tmp_path / "b.jpg")]) == 0
-    capsys.readouterr()
+    succeed(capsys, "generate", trained, "--classes", 1, "--images", 1, "--out", tmp_path / "b.jpg")
     for arguments, message in (
         (["--classes", "7"], "no class '7'"),
         (["--prompt", "def"], "takes no --prompt"),
         (["--out", str(tmp_path / "no" / "a.png")], "no such folder"),
         (["--out", str(tmp_path / "a.txt")], "must end in .png"),
     ):
-        assert main(["generate", str(trained), *arguments]) == 2
-        assert message in capsys.readouterr().err
+        assert message in refused(capsys, "generate", trained, *arguments)
 
 
 def plain_model(folder, tokenizer):
@@ -373,8 +362,7 @@ def test_a_converted_model_keeps_its_tokenizer_and_draws(kind, tmp_path, request
 
 
 def test_evaluate_repeats_the_loss_of_training(trained, capsys):
-    assert main(["evaluate", str(trained)]) == 0
-    out = capsys.readouterr().out
+    out = succeed(capsys, "evaluate", trained)
     loss = json.loads((trained / "result.json").read_text())["final_loss"]
     assert f"loss {loss:.4f} nats a token over {16 * 4} tokens" in out
     assert "held-out images of image-tokens-demo" in out
@@ -388,8 +376,7 @@ def test_a_killed_run_resumes_bit_by_bit_with_any_cache(trained, tmp_path):
     )
     assert_resumes_exactly(moved, trained, tmp_path / "run")
     other = replace(moved, task=replace(moved.task, tokens=replace(moved.task.tokens, codes=9)))
-    with pytest.raises(UserError, match="codes"):
-        run_training(other, tmp_path / "run", resume=True, quiet=True)
+    assert_refused("codes", run_training, other, tmp_path / "run", resume=True, quiet=True)
 
 
 def test_a_picture_shows_the_pixels():
