@@ -119,11 +119,11 @@ def tiny_recipe(folder, **train):
     return Recipe(name="tiny", task=task, train=TrainConfig(**defaults | train))
 
 
-def field_recipe(folder, name="photo.png", arms=(), seeds=2, tune_lr=(), **train):
+def field_recipe(folder, name="photo.png", arms=(), seeds=2, tune_lr=(), width=16, **train):
     """A small field on a random photograph of that name in a folder, over 10 steps."""
     pixels = np.random.default_rng(3).integers(0, 256, (12, 12, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(folder / name)
-    field = FieldConfig(in_features=2, out_features=3, width=16)
+    field = FieldConfig(in_features=2, out_features=3, width=width)
     problem = ImageSettings(source=str(folder / name), points=0, field=field)
     defaults = {"steps": 10, "eval_every": 2, "save_every": 0, "threads": 1, "device": "cpu"}
     own = {"arms": arms, "seeds": seeds, "tune_lr": tune_lr, "train": FitConfig(**defaults | train)}

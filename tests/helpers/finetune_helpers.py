@@ -168,6 +168,18 @@ def image_task(root: Path, **data: Any) -> ImageTask:
     return ImageTask(images=ImageData(**{"source": str(root / "images.npz"), **data}), model=model)
 
 
+@torch.no_grad()
+def answer_loss(model: Any, examples: Any) -> float:
+    """The mean over answer tokens, one example at a time."""
+    total = count = 0
+    for index in range(len(examples)):
+        tokens, targets = examples[index]["input_ids"][None], examples[index]["labels"][1:]
+        logits = model(input_ids=tokens).logits[0, :-1].double()
+        total += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+        count += int((targets != -100).sum())
+    return total / count
+
+
 def root(folder: Path) -> Path:
     """The folder, with all of the tiny checkpoints and data in it."""
     glue_task(folder)

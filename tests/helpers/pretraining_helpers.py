@@ -2,13 +2,12 @@
 
 import json
 import random
-import subprocess
-import sys
 
 import torch
 from safetensors.torch import load_file
 
 import finetune_helpers
+from cli_helpers import run_python
 from nlr_lab.runtime.storage import step_folders
 from nlr_lab.tasks.images.augmentation import Augmentation
 from nlr_lab.tasks.images.pretraining import ConvNextBackbone, ImagePretrainingTask, VitBackbone
@@ -82,6 +81,6 @@ print(type(model).__name__)
 def logits_in_a_fresh_process(folder, auto, inputs):
     """The class that transformers loads a saved model as elsewhere, and its logits there."""
     torch.save(inputs, folder.parent / "inputs.pt")
-    done = subprocess.run([sys.executable, "-c", LOAD, str(folder), auto], capture_output=True, text=True)
+    done = run_python(LOAD, folder, auto)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), torch.load(folder.parent / "logits.pt")

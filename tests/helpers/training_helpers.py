@@ -90,7 +90,7 @@ def cut_back(done: Path, out: Path, step: int) -> Path:
 
 # --- functions for arms --------------------------------------------------------------------------------------
 
-SEEN: list[torch.Tensor] = []
+SEEN: list[dict[str, torch.Tensor]] = []
 
 
 def before_training(model: nn.Module, at: int, act: Callable[[Any], None]) -> nn.Module:
@@ -106,9 +106,14 @@ def before_training(model: nn.Module, at: int, act: Callable[[Any], None]) -> nn
 
 
 def spy(model: nn.Module, draws: int = 0) -> nn.Module:
-    """Notes the training sequences in SEEN; may draw random numbers, in building and in every step."""
+    """Notes the training batches in SEEN; may draw random numbers, in building and in every step."""
+
+    def note(batch: dict[str, Any]) -> None:
+        SEEN.append({name: each.clone() for name, each in batch.items() if torch.is_tensor(each)})
+        torch.randn(draws + 1)
+
     torch.randn(draws + 1)
-    return before_training(model, 0, lambda batch: (SEEN.extend(batch["input_ids"].clone()), torch.randn(draws + 1)))
+    return before_training(model, 0, note)
 
 
 def poison(model: nn.Module, at: int = 1) -> nn.Module:

@@ -15,10 +15,11 @@ from nlr_lab.compare import compare
 from nlr_lab.compare import field_report as pictures
 from nlr_lab.compare import field_trials as trial
 from nlr_lab.compare.field_report import bd_psnr, bd_rate, field_sections, findings, render_report
-from nlr_lab.fields.problem import FieldArm, FieldMethod
+from nlr_lab.fields.problem import FieldArm
 from nlr_lab.runtime.environment import cpu_threads
 from nlr_lab.tasks.task import Measure
-from nonlinear_lowrank.errors import DivergedError, UserError
+from nonlinear_lowrank.errors import DivergedError
+from refusals import assert_refused
 
 ARMS = ("dense", *(f"{kind}:rank={rank}" for rank in (1, 2, 3) for kind in ("low-rank", "sine")))
 
@@ -273,7 +274,7 @@ def test_records_fits_that_diverge_at_every_choice(recipe, tmp_path, monkeypatch
     assert low["score"]["n"] == 1, "the other arm goes on"
 
 
-# --- arms, arguments, folders ---------------------------------------------------------------------------------
+# --- arguments, devices ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -284,28 +285,8 @@ def test_records_fits_that_diverge_at_every_choice(recipe, tmp_path, monkeypatch
     ],
 )
 def test_refuses_bad_arguments_before_anything_is_written(recipe, tmp_path, options, message):
-    with pytest.raises(UserError, match=message):
-        go(recipe, tmp_path / "out", **options)
+    assert_refused(message, go, recipe, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: FieldArm.parse("sine:rank=5,lr=fast"), "lr must be a .*number.*, got 'fast'"),
-        (lambda: FieldArm.parse("sine:rank=5,lr=-1"), "lr must be a finite number above 0"),
-        (lambda: FieldArm.parse("sine:rank=5,name=a/b"), "must be made of letters"),
-        (lambda: FieldArm.parse("sine:rank=5,omega=2,rank=3"), "rank"),
-        (lambda: FieldArm.parse("cosine:rank=5"), "unknown kind"),
-        (lambda: FieldArm(method=FieldMethod(), inits=("orthogonal",)), "inits must be one or more"),
-    ],
-)
-def test_reads_arms_with_what_is_tuned_of_them(make, message):
-    arm = FieldArm.parse("sine:rank=5,omega=50")
-    assert arm.method == FieldMethod(kind="sine", rank=5, omega=50.0)
-    assert (arm.name, arm.lr, arm.inits) == ("sine-k5-w50", None, ("kaiming_sqrt5", "kaiming_zero"))
-    with pytest.raises(UserError, match=message):
-        make()
 
 
 def test_times_steps_on_the_fits_device(recipe, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from scipy.interpolate import Akima1DInterpolator
 
 import seeds
 from nlr_lab.compare.field_report import bd_psnr, bd_rate
-from nonlinear_lowrank import UserError
+from refusals import assert_refused
 
 # Published, never ours: sine_lowrank.txt, Table 3, PSNR on LLFF; the rates are the parameter counts that belong to the
 # printed percentages. The averages are given to two digits there.
@@ -61,8 +61,7 @@ def test_quality_that_falls_has_a_bd_psnr_but_no_bd_rate(rng):
     anchor = [(1.0, 20.0), (2.0, 22.0), (3.0, 21.0), (4.0, 25.0)]
     better = [(rate, quality + 0.5) for rate, quality in anchor]
     assert bd_psnr(anchor, better) == pytest.approx(0.5)
-    with pytest.raises(UserError, match="anchor goes from 22 at rate 2 to 21 at rate 3"):
-        bd_rate(anchor, better)
+    assert_refused("anchor goes from 22 at rate 2 to 21 at rate 3", bd_rate, anchor, better)
 
 
 def test_refuses_a_rate_that_no_curve_has(rng):
@@ -71,8 +70,7 @@ def test_refuses_a_rate_that_no_curve_has(rng):
     anchor = list(zip(rates, [12.64 + 0.01 * rng.random(), 16.5, 17.5], strict=True))
     flat = list(zip(rates, [12.661, 12.671, 16.3], strict=True))
     assert bd_psnr(anchor, flat) < -1
-    with pytest.raises(UserError, match=r"more than the measured rates \(7565 to 138334\) allow.*report BD-PSNR"):
-        bd_rate(anchor, flat)
+    assert_refused(r"more than the measured rates \(7565 to 138334\) allow.*report BD-PSNR", bd_rate, anchor, flat)
 
 
 @pytest.mark.parametrize("delta", [bd_rate, bd_psnr])
@@ -88,6 +86,4 @@ def test_refuses_a_rate_that_no_curve_has(rng):
     ],
 )
 def test_curves_without_a_delta_are_refused_in_one_line(delta, test, words):
-    with pytest.raises(UserError, match=words) as caught:
-        delta([(1, 20), (2, 21), (3, 22)], test)
-    assert "\n" not in str(caught.value)
+    assert_refused(words, delta, [(1, 20), (2, 21), (3, 22)], test)

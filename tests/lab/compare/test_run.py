@@ -15,7 +15,7 @@ from compare_helpers import BASE, CONTROL, NOBLE, STEPS, FakeTraining, StubTask,
 from nlr_lab.compare.record import clean
 from nlr_lab.compare.report import findings, render_report
 from nlr_lab.training import Recipe, TrainConfig
-from nonlinear_lowrank.errors import UserError
+from refusals import assert_refused
 
 
 @pytest.fixture
@@ -276,8 +276,7 @@ def files(folder):
 def test_refuses_a_used_folder_untouched(go, tmp_path, options, words):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "diary.txt").write_text("mine")
-    with pytest.raises(UserError, match=words):
-        go(**options)
+    assert_refused(words, go, **options)
     assert files(tmp_path / "out") == {Path("diary.txt"): b"mine"}
 
 
@@ -296,12 +295,10 @@ def test_refuses_changed_settings_by_name(go, recipe, tmp_path):
     betas = replace(recipe, train=replace(recipe.train, betas=(0.9, 0.99)))
     longer = replace(recipe, task=StubTask(sequence_length=9))
     for changed, field in ((betas, "train.betas"), (longer, "task.sequence_length")):
-        with pytest.raises(UserError, match=field) as caught:
-            go(recipe=changed, arms=(BASE, NOBLE), seeds=1, resume=True)
-        assert "\n" not in str(caught.value)
+        assert_refused(field, go, recipe=changed, arms=(BASE, NOBLE), seeds=1, resume=True)
     assert files(tmp_path / "out") == before
-    with pytest.raises(UserError, match="settings of arm 'noble-r4'"):
-        go(arms=(BASE, replace(NOBLE, settings={"rank": 8})), seeds=1, resume=True)
+    wider = replace(NOBLE, settings={"rank": 8})
+    assert_refused("settings of arm 'noble-r4'", go, arms=(BASE, wider), seeds=1, resume=True)
     go(recipe=longer, arms=(BASE, NOBLE), seeds=1, overwrite=True)
 
 
@@ -309,8 +306,7 @@ def test_refuses_changed_settings_by_name(go, recipe, tmp_path):
 def test_refuses_a_broken_marker(go, tmp_path, text):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "compare.json").write_text(text)
-    with pytest.raises(UserError, match=r"compare\.json"):
-        go(resume=True)
+    assert_refused(r"compare\.json", go, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -327,8 +323,7 @@ def test_refuses_a_broken_marker(go, tmp_path, text):
     ],
 )
 def test_refuses_bad_arguments_before_anything_is_written(go, tmp_path, options, words):
-    with pytest.raises(UserError, match=words):
-        go(**options)
+    assert_refused(words, go, **options)
     assert not (tmp_path / "out").exists()
 
 

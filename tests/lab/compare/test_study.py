@@ -28,6 +28,7 @@ from nlr_lab.compare.study import (
 from nlr_lab.fields.problem import FieldArm
 from nlr_lab.training import Arm
 from nonlinear_lowrank.errors import UserError
+from refusals import assert_refused
 
 SCRIPTS = sorted((Path(__file__).parents[3] / "studies").glob("*/run.py"))
 OPTIONS = {"timing_rounds": 0, "quiet": True}
@@ -118,8 +119,7 @@ def test_refuses_kept_runs_that_cannot_be_used(photo, tmp_path, into, spoil, mes
     run_study(photo, tmp_path / "one", into, "small", seeds=1, **OPTIONS)
     spoilt = spoil((into / "small-runs.jsonl").read_text())
     (into / "small-runs.jsonl").write_text(spoilt)
-    with pytest.raises(UserError, match=message):
-        run_study(photo, tmp_path / "two", into, "small", seeds=1, **OPTIONS)
+    assert_refused(message, run_study, photo, tmp_path / "two", into, "small", seeds=1, **OPTIONS)
     assert not (tmp_path / "two").exists()
     assert (into / "small-runs.jsonl").read_text() == spoilt
 
@@ -131,11 +131,9 @@ def test_takes_kept_runs_for_moved_data_and_no_other_data(photo, tmp_path, into)
     elsewhere = replace(photo, problem=replace(photo.problem, source=str(moved)))
     run_study(elsewhere, tmp_path / "two", into, "small", seeds=1, **OPTIONS)
     Image.fromarray(np.zeros((12, 12, 3), dtype=np.uint8)).save(moved)
-    with pytest.raises(UserError, match="other data"):
-        run_study(elsewhere, tmp_path / "three", into, "small", seeds=1, **OPTIONS)
+    assert_refused("other data", run_study, elsewhere, tmp_path / "three", into, "small", seeds=1, **OPTIONS)
     moved.unlink()
-    with pytest.raises(UserError, match=r"album\.png"):
-        run_study(elsewhere, tmp_path / "three", into, "small", seeds=1, **OPTIONS)
+    assert_refused(r"album\.png", run_study, elsewhere, tmp_path / "three", into, "small", seeds=1, **OPTIONS)
     assert not (tmp_path / "three").exists()
 
 
@@ -156,11 +154,9 @@ def test_runs_tuned_arms_for_longer(photo, tmp_path, into):
     after = read(into / "long.json")["arms"]
     assert [(arm["name"], arm["init"]) for arm in after] == chosen
     assert [bool(arm["tuning"]) for arm in after] == [False, True, True]
-    with pytest.raises(UserError, match=r"no .*none\.json: run the stage"):
-        tuned_arms(into / "none.json")
+    assert_refused(r"no .*none\.json: run the stage", tuned_arms, into / "none.json")
     (into / "none.json").write_text("{}")
-    with pytest.raises(UserError, match="has no 'arms'"):
-        record_arms(into / "none.json")
+    assert_refused("has no 'arms'", record_arms, into / "none.json")
 
 
 def test_compares_arms_of_several_records_by_seed():

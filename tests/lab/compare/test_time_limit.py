@@ -15,7 +15,7 @@ from nlr_lab.fields.fit import Stepper
 from nlr_lab.fields.recipe import FitConfig
 from nlr_lab.runtime.environment import OutOfTimeError, duration
 from nlr_lab.training import Recipe, TrainConfig, run_training
-from nonlinear_lowrank import UserError
+from refusals import assert_refused
 
 STEPS = 200
 
@@ -137,8 +137,7 @@ def test_stops_a_seed_in_time_and_reports(go, tmp_path):
 
 
 def test_limit_that_holds_nothing_is_refused_before_anything_is_written(go, tmp_path):
-    with pytest.raises(UserError, match=r"the time limit of 5 s does not hold 10 steps of every arm; give it at least"):
-        go(Machine(), max_seconds=5)
+    assert_refused("limit of 5 s does not hold 10 steps of every arm; give it at least", go, Machine(), max_seconds=5)
     assert not (tmp_path / "out").exists()
     go(Machine(), seeds=1)
     assert go(Machine(), seeds=2, resume=True, max_seconds=5).results["n"] == 1, "what there is can be reported"
@@ -200,6 +199,5 @@ def test_slow_fields_end_within_their_limit(tmp_path, monkeypatch):
     assert found["arms"][0]["runs"][0]["steps"] == steps
     assert f"shortened from 300 to {steps} steps" in str(comparison)
     assert (tmp_path / "out" / "rate.png").exists()
-    with pytest.raises(UserError, match="does not hold 10 steps of every arm"):
-        compare(recipe, tmp_path / "none", max_seconds=10, **options)
+    assert_refused("does not hold 10 steps of every arm", compare, recipe, tmp_path / "none", max_seconds=10, **options)
     assert not (tmp_path / "none").exists()

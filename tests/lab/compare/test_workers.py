@@ -15,6 +15,7 @@ from nlr_lab.compare import compare
 from nlr_lab.compare.model_trials import ModelTrials
 from nlr_lab.training import Arm, run_training
 from nonlinear_lowrank import UserError
+from refusals import assert_refused
 
 pytest.importorskip("ray")
 
@@ -115,6 +116,5 @@ def test_workers_stop_at_the_time_limit(recipe, tmp_path, monkeypatch):
 def test_refuses_workers_before_anything_is_written(recipe, tmp_path, monkeypatch, workers, world, words):
     monkeypatch.setenv("WORLD_SIZE", world)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=words):
-        go(recipe, tmp_path / "out", workers=workers)
+    assert_refused(words, go, recipe, tmp_path / "out", workers=workers)
     assert not (tmp_path / "out").exists()

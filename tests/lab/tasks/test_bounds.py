@@ -16,7 +16,7 @@ import pytest
 from nlr_lab.runtime import bounds
 from nlr_lab.runtime.bounds import check_room, read_array, read_arrays, read_bytes
 from nlr_lab.tasks.images.sources import read_images
-from nonlinear_lowrank.errors import UserError
+from refusals import assert_refused
 from seeds import rng
 
 HUGE = 1 << 40
@@ -32,8 +32,7 @@ def npy(shape, dtype="<f8", data=b"") -> bytes:
 def assert_refused_cheaply(read, path, words) -> None:
     """Refused, with a few megabytes of memory taken."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(UserError, match=words):
-        read(path)
+    assert_refused(words, read, path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10  # KiB
 
 
@@ -95,8 +94,7 @@ def test_a_zip_that_unpacks_to_more_than_there_is_memory(tmp_path, monkeypatch):
 
 def test_room_is_what_the_machine_has_free():
     check_room(1000, "a thing")
-    with pytest.raises(UserError, match=r"^a thing takes 1,099,511,627,776,000 bytes of memory"):
-        check_room(1000 * HUGE, "a thing")
+    assert_refused(r"^a thing takes 1,099,511,627,776,000 bytes of memory", check_room, 1000 * HUGE, "a thing")
 
 
 def test_streams_stop_at_half_of_the_memory(tmp_path, monkeypatch):
@@ -108,8 +106,7 @@ def test_streams_stop_at_half_of_the_memory(tmp_path, monkeypatch):
     assert (tmp_path / "bomb.xz").stat().st_size < 100_000
     assert len(read_bytes(tmp_path / "bomb.xz")) == 40 << 20
     monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=64 << 20))
-    with pytest.raises(UserError, match="unpacks to more than 33,554,432 bytes"):
-        read_bytes(tmp_path / "bomb.xz")
+    assert_refused("unpacks to more than 33,554,432 bytes", read_bytes, tmp_path / "bomb.xz")
 
 
 def picture(width: int, height: int) -> bytes:

@@ -1,8 +1,7 @@
 """GLUE: every layout of its files, what is refused, the splits, the scores, and the new heads."""
 
+import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -10,12 +9,13 @@ import pytest
 import torch
 
 import finetune_helpers as kit
+from cli_helpers import run_python
 from nlr_lab.tasks.finetune.classification import GLUE, GlueData, GlueTask, find_task, read_split, read_tsv
 from nlr_lab.tasks.finetune.pretrained import Pretrained, head_modules
 from nlr_lab.tasks.finetune.sequences import PadRight, TokenExamples
 from nlr_lab.tasks.task import scores
-from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.pooled import MeanPooledForSequenceClassification
+from refusals import assert_refused
 from seeds import rng
 
 # Quotation marks that never close, and a break that str.splitlines would split at.
@@ -61,8 +61,7 @@ def test_every_layout_is_read_and_tells_its_task(tmp_path, name, monkeypatch):
     assert GlueData(task="auto", source=".").name == task
     shutil.copytree(own, mine)
     if unclear:
-        with pytest.raises(UserError, match=rf"mine may be {unclear}; name the task, e\.g\. --glue\.task"):
-            find_task(str(mine))
+        assert_refused(rf"mine may be {unclear}; name the task, e\.g\. --glue\.task", find_task, str(mine))
     else:
         assert find_task(str(mine)) == task
     assert read_split(task, str(mine), "train").texts == texts, "named, it is read"
@@ -74,16 +73,14 @@ def test_a_folder_tells_its_task_by_what_is_in_it(tmp_path):
     file = tmp_path / "imdb" / "train.tsv"
     file.write_text("text\tstars\nfine\t1\n")
     for folder in (tmp_path, tmp_path / "imdb"):
-        with pytest.raises(UserError, match=r"holds no task of GLUE .*--glue\.task cola"):
-            find_task(str(folder))
+        assert_refused(r"holds no task of GLUE .*--glue\.task cola", find_task, str(folder))
     for label, task in (("not_entailment", "rte"), ("neutral", "mnli")):  # labels tell what columns do not
         file.write_text(f"{PAIRS}entailment\n1\tA\tB\t{label}\n")
         assert find_task(str(file.parent)) == task
     (tmp_path / "SST-2").mkdir()
     assert find_task(str(tmp_path)) == "sst2"
     (tmp_path / "mnli").mkdir()
-    with pytest.raises(UserError, match="may be mnli or sst2"):
-        find_task(str(tmp_path))
+    assert_refused("may be mnli or sst2", find_task, str(tmp_path))
     (tmp_path / "CoLA").mkdir()
     assert find_task(str(tmp_path)) == "cola"
 
@@ -107,10 +104,8 @@ def test_a_folder_tells_its_task_by_what_is_in_it(tmp_path):
 def test_files_that_do_not_fit_are_one_line(tmp_path, task, text, words):
     path = tmp_path / "train.tsv"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(UserError) as caught:
-        read_tsv(path, task)
-    assert "\n" not in str(caught.value)
-    assert all(word in str(caught.value) for word in words)
+    for word in words:
+        assert_refused(re.escape(word), read_tsv, path, task)
 
 
 def test_sources_that_do_not_fit(tmp_path):
@@ -123,10 +118,8 @@ def test_sources_that_do_not_fit(tmp_path):
         ("rte", "no/such", "cannot load the dataset 'no/such'"),
         ("cola", str(sst2), r"is SST-2's folder, and the task is CoLA: choose --glue\.task sst2, or give"),
     ):
-        with pytest.raises(UserError, match=words):
-            read_split(task, source, "train")
-    with pytest.raises(UserError, match="is no folder"):
-        find_task(nowhere)
+        assert_refused(words, read_split, task, source, "train")
+    assert_refused("is no folder", find_task, nowhere)
 
 
 def test_a_dataset_gives_the_same_as_a_file(monkeypatch):
@@ -321,7 +314,7 @@ def test_a_mean_pooled_base_is_found_by_a_folder_of_one_file(tmp_path):
     assert shapes[0] == shapes[1]
     # A process without this package fails by the type.
     code = "from transformers import AutoConfig; import sys; AutoConfig.from_pretrained(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "base")], capture_output=True, text=True)
+    done = run_python(code, tmp_path / "base")
     assert done.returncode != 0
     assert "nlr_mean_pooled" in done.stderr
 
@@ -338,9 +331,7 @@ def test_checkpoints_that_do_not_fit(tmp_path):
         # transformers would draw what is missing and go on.
         (str(tmp_path / "bert"), "lacks weights"),
     ):
-        with pytest.raises(UserError, match=message) as caught:
-            Pretrained(checkpoint=checkpoint, pooling="own").load("text", 2, 0)
-        assert "\n" not in str(caught.value)
+        assert_refused(message, lambda each=checkpoint: Pretrained(checkpoint=each, pooling="own").load("text", 2, 0))
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from nlr_lab.tasks.task import scores, scores_of_examples
 from nlr_lab.training import run_training
 from nonlinear_lowrank.errors import UserError
 from pretraining_helpers import image_task, recipe
+from refusals import assert_refused
 
 
 def test_pixels_are_converted():
@@ -79,8 +80,7 @@ def test_data_that_do_not_fit_are_refused(tmp_path):
         (kit.image_task(tmp_path, mean=(0.1, 0.2), std=(0.1, 0.2)), "takes 1 channels"),
         (folder_task(tmp_path / "few.npz"), "5 images to train on for 10 classes"),
     ):
-        with pytest.raises(UserError, match=message):
-            task.prepare()
+        assert_refused(message, task.prepare)
 
 
 def test_head_is_new_whatever_the_checkpoint_had(tmp_path):
@@ -134,8 +134,9 @@ def test_next_image_stands_in_with_its_own_label_and_each_is_counted_once(tmp_pa
     source = damaged_folder(tmp_path / "images", 8, 4, broken)
     unvaried = {"randaugment": 0, "mixup": 0.0, "cutmix": 0.0}
     prepared = folder_task(source, plain_rows=12, augmentation=unvaried).prepare()
+    splits = (prepared.train, prepared.plain, prepared.valid)
     with pytest.warns(UserWarning, match=r"skipped \(") as named:
-        train, plain, valid = ([split[index] for index in range(len(split))] for split in _splits(prepared))
+        train, plain, valid = ([split[index] for index in range(len(split))] for split in splits)
     assert len(named) == 4
     assert "(3 so far)" in str(named[2].message)
     assert prepared.describe()["unreadable_images"] == 4
@@ -144,10 +145,6 @@ def test_next_image_stands_in_with_its_own_label_and_each_is_counted_once(tmp_pa
     assert int(valid[1]["labels"]) == -100
     rows = np.sort(np.random.default_rng(3).permutation(16)[:12])
     assert [int(each["labels"]) == -100 for each in plain] == np.isin(rows, [8, 9, 10]).tolist()
-
-
-def _splits(prepared):
-    return prepared.train, prepared.plain, prepared.valid
 
 
 @pytest.mark.parametrize(
@@ -162,8 +159,7 @@ def test_pictures_of_an_unknown_range_count_as_unreadable(tmp_path, array, words
     source = damaged_folder(tmp_path / "images", 3, 3)
     path = source / "train" / "bee" / "1.tif"
     Image.fromarray(array).save(path)
-    with pytest.raises(UserError, match=f"{path}.*{words}"):
-        read_images(str(source)).train.read(5)
+    assert_refused(f"{path}.*{words}", read_images(str(source)).train.read, 5)
     settings = ImageTokenData(source=str(source), size=8, patch=4, codes=4, cache_dir=str(tmp_path / "cache"))
     with pytest.warns(UserWarning, match=f"1.tif: .*{words}"):
         tokens = prepare_images(settings)
@@ -190,7 +186,6 @@ def test_parts_of_nothing_but_damage_are_refused(tmp_path):
         (folder_task(lost, 0.25), f"none of the {len(held)} images can be read"),
         (folder_task(unseen, plain_rows=1), "none of the 1 images can be read"),
     ):
-        with pytest.raises(UserError, match=message):
-            task.prepare()
+        assert_refused(message, task.prepare)
     with pytest.raises(UserError, match="none of the 3 images can be read"):  # they vanish during training
         scores_of_examples(torch.zeros(3, 2), torch.full((3,), -100), scores(("accuracy",)))

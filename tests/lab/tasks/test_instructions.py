@@ -14,7 +14,7 @@ from nlr_lab.tasks.finetune.instructions import (
     summary,
     tokenize,
 )
-from nonlinear_lowrank.errors import UserError
+from refusals import assert_refused
 from seeds import rng
 
 CHAT = [
@@ -93,9 +93,8 @@ def test_every_kind_of_file_gives_the_same(tmp_path):
 def test_wrong_records_are_named_with_their_place(tmp_path, record, words, array):
     good = {"instruction": "a\nb", "output": "c"}
     path = write(tmp_path / "a.json", [good, good, record, good], indent=2 if array else None)
-    with pytest.raises(UserError, match=re.escape(words)) as caught:
-        examples(path)
-    assert str(caught.value).startswith(f"{path}, {'record' if array else 'line'} 3: a ")
+    place = f"{path}, {'record' if array else 'line'} 3: a "
+    assert_refused(f"^{re.escape(place)}.*{re.escape(words.removeprefix('a '))}", examples, path)
 
 
 @pytest.mark.parametrize(
@@ -110,11 +109,8 @@ def test_wrong_records_are_named_with_their_place(tmp_path, record, words, array
 def test_files_that_are_no_json(tmp_path, text, words):
     if text is not None:
         (tmp_path / "a.json").write_bytes(text)
-    with pytest.raises(UserError, match=words) as caught:
-        examples(tmp_path / "a.json")
-    assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="cannot load the dataset 'no/such'"):
-        examples("no/such")
+    assert_refused(words, examples, tmp_path / "a.json")
+    assert_refused("cannot load the dataset 'no/such'", examples, "no/such")
 
 
 def test_docstrings_of_the_standard_library_are_embedded():
@@ -217,16 +213,13 @@ def test_tokenizers_and_rows_that_do_not_serve(tmp_path):
     task = kit.instruction_task(tmp_path)
     prepared = task.prepare(progress=False)
     prepared.tokenizer.add_tokens(["brand", "new"])
-    with pytest.raises(UserError, match="22 tokens and the model 20 embeddings"):
-        task.build_model(prepared)
+    assert_refused("22 tokens and the model 20 embeddings", task.build_model, prepared)
     empty = write(tmp_path / "empty.jsonl", [{"prompt": "the", "completion": ""}] * 3)
-    with pytest.raises(UserError, match="0 rows are left"):
-        kit.instruction_task(tmp_path, source=empty).prepare(progress=False)
+    assert_refused("0 rows are left", kit.instruction_task(tmp_path, source=empty).prepare, progress=False)
     tokenizer = kit.tokenizer(False)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(task.model.checkpoint)
-    with pytest.raises(UserError, match="no end-of-text token"):
-        task.prepare(progress=False)
+    assert_refused("no end-of-text token", task.prepare, progress=False)
 
 
 @pytest.mark.shared_data

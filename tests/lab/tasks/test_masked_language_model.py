@@ -9,9 +9,9 @@ import torch
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import Masking
 from nlr_lab.tasks.text.packed import MaskedBlocks, TokenBlocks, prepare_text
-from nonlinear_lowrank.errors import UserError
 from pretraining_helpers import corpus as write_corpus
 from pretraining_helpers import masked_task
+from refusals import assert_refused
 from seeds import rng
 
 LENGTH, VOCABULARY, MASK, SPECIAL = 512, 1000, 4, (0, 1, 2, 3, 4)
@@ -117,9 +117,7 @@ def test_tokenizers_without_a_mask_are_refused(corpus, tmp_path):
 
     (tmp_path / "words").mkdir()
     (tmp_path / "words" / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n")
-    with pytest.raises(UserError, match=r"has no \[MASK\]"):
-        prepare(tmp_path / "words")
+    assert_refused(r"has no \[MASK\]", prepare, tmp_path / "words")
     text = TextData(source=str(corpus / "corpus.txt"), vocab_size=300, sequence_length=16, cache_dir=str(tmp_path))
     prepare_text(text, progress=False).tokenizer.save_pretrained(tmp_path / "bpe")
-    with pytest.raises(UserError, match="no mask token"):
-        prepare(tmp_path / "bpe")
+    assert_refused("no mask token", prepare, tmp_path / "bpe")

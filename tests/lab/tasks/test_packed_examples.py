@@ -13,6 +13,7 @@ import nonlinear_lowrank as nlr
 from nlr_lab.tasks.finetune.sequences import PadRight, TokenExamples, check_packing, pack_examples
 from nlr_lab.training import run_training
 from nonlinear_lowrank import UserError
+from refusals import assert_refused
 from seeds import rng
 
 pack_dataset = pytest.importorskip("trl").pack_dataset
@@ -102,8 +103,7 @@ def test_a_run_is_shorter_by_what_was_padding(tmp_path, monkeypatch):
     assert steps[True] < steps[False]
     assert "packed_rows" in (tmp_path / "out-True" / "result.json").read_text()
     monkeypatch.setitem(sys.modules, "trl", None)
-    with pytest.raises(UserError, match=r"trl is needed here: pip install 'nonlinear-lowrank\[instruct\]'"):
-        task.prepare(progress=False)
+    assert_refused(r"trl is needed here: pip install 'nonlinear-lowrank\[instruct\]'", task.prepare, progress=False)
 
 
 def test_a_model_that_mixes_examples_up_is_refused():
@@ -117,6 +117,5 @@ def test_a_model_that_mixes_examples_up_is_refused():
         def forward(self, input_ids, position_ids=None, **options):
             return self.inner(input_ids=input_ids, **options)
 
-    with pytest.raises(UserError, match="Blind does not keep packed examples apart"):
-        check_packing(Blind(model_helpers.llama()))
+    assert_refused("Blind does not keep packed examples apart", check_packing, Blind(model_helpers.llama()))
     check_packing(model_helpers.llama())

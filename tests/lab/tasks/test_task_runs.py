@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import finetune_helpers
-from nlr_lab.cli import main as cli
+from cli_helpers import refused, succeed
 from nlr_lab.compare import compare
 from nlr_lab.tasks.images.examples import Pixels
 from nlr_lab.training import Arm, Recipe, run_training
@@ -23,11 +23,10 @@ from pretraining_helpers import (
     masked_task,
     recipe,
 )
-from training_helpers import before_training
+from training_helpers import SEEN
 
 KINDS = ("masked", "vit", "convnext")
 ARMS = {"masked": "noble:rank=4", "vit": "noble:rank=4", "convnext": LAST_STAGE}
-SEEN = []
 
 
 def make_task(kind, root, **fields):
@@ -41,19 +40,12 @@ def make_task(kind, root, **fields):
     return image_task(root, varied, convnext={"drop_path": 0.2}, **fields)
 
 
-def spy(model, draws=0):
-    """Notes what the model is trained on; may draw random numbers."""
-    torch.randn(draws + 1)
-    note = lambda batch: SEEN.append({name: each.clone() for name, each in batch.items() if torch.is_tensor(each)})  # noqa: E731
-    return before_training(model, 0, note)
-
-
 @pytest.mark.parametrize("kind", ["masked", "vit"])
 def test_arms_see_the_same_data_in_every_micro_batch(tmp_path, kind):
     seen, task = {}, make_task(kind, tmp_path)
     for name, settings in {"a": {}, "b": {"gradient_accumulation": 2}, "seed": {"seed": 1}}.items():
         SEEN.clear()
-        arm = f"{__name__}:spy,draws={100 * (name == 'b')}"
+        arm = f"training_helpers:spy,draws={100 * (name == 'b')}"
         run_training(recipe(task, arm, **settings), tmp_path / name, quiet=True)
         names = ("labels", "input_ids" if kind == "masked" else "pixel_values")
         seen[name] = {each: torch.cat([batch[each] for batch in SEEN]) for each in names}
@@ -167,14 +159,12 @@ def test_command_trains_and_evaluate_repeats(tmp_path, capsys, monkeypatch, name
     source = corpus(tmp_path) if name == "mlm-demo" else finetune_helpers.image_file(tmp_path / "images.npz")
     run, sizes = str(tmp_path / "run"), "--layers 1 --width 16 --heads 2 --hidden 16 --tracker none --arm noble:rank=4"
     arguments = ["train", name, "--out", run, *sizes.split(), *options.split(), "--source", str(source)]
-    assert cli.main(arguments) == 0
-    out = capsys.readouterr().out
+    out = succeed(capsys, *arguments)
     assert said in out
     assert "nlr generate" not in out
-    assert cli.main(["evaluate", run, "--output", str(tmp_path / "score.json")]) == 0
+    printed = succeed(capsys, "evaluate", run, "--output", tmp_path / "score.json")
+    assert f"held-out data of {name}: {key}" in printed
     found = json.loads((tmp_path / "score.json").read_text())["held_out"]
     assert found[key] == pytest.approx(json.loads((tmp_path / "run" / "result.json").read_text())[score], rel=1e-5)
-    assert f"held-out data of {name}: {key}" in capsys.readouterr().out
     wrong = [*arguments, "--overwrite", "--size", "9"] if key == "accuracy" else ["generate", run, "--prompt", "a"]
-    assert cli.main(wrong) == 2
-    assert ("patches of 4" if key == "accuracy" else "no causal language model") in capsys.readouterr().err
+    assert ("patches of 4" if key == "accuracy" else "no causal language model") in refused(capsys, *wrong)

@@ -6,26 +6,18 @@ The backend only traces: what is looked at is which models are compiled, not wha
 
 import random
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 from torch._dynamo.utils import counters
 
 import finetune_helpers
+from compare_helpers import field_recipe, tiny_recipe
 from nlr_lab.bench.arms import METHODS, ModelBenchConfig, bench_arms, make_model
 from nlr_lab.bench.decode import DecodeBenchConfig, bench_decode
 from nlr_lab.bench.training import TrainBenchConfig, bench_step
 from nlr_lab.compare import compare
-from nlr_lab.fields.image import ImageSettings
-from nlr_lab.fields.model import FieldConfig
-from nlr_lab.fields.recipe import FieldRecipe, FitConfig
-from nlr_lab.tasks.text.data import TextData
-from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
 from nlr_lab.training import Arm, run_training
-from seeds import rng
-from training_helpers import tiny_recipe
 
 SMALL = ModelBenchConfig(width=32, layers=1, heads=2, hidden=48, vocab_size=67, ranks=(4,), family="llama")
 SHARED = ModelBenchConfig(width=32, layers=1, heads=2, hidden=48, vocab_size=67, ranks=(4,), share_down="qkv")
@@ -131,27 +123,15 @@ def test_every_arm_is_benchmarked_compiled(compiled, what):
 
 
 def test_comparison_of_fields_is_compiled(compiled, tmp_path):
-    Image.fromarray(rng().integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(tmp_path / "photo.png")
-    field = FieldConfig(in_features=2, out_features=3, width=32)
-    recipe = FieldRecipe(
-        name="tiny",
-        problem=ImageSettings(source=str(tmp_path / "photo.png"), points=16, field=field),
-        method="sine:rank=1,omega=30",
-        train=FitConfig(steps=1, save_every=0, threads=1, device="cpu", compile=True),
-        arms=tuple(f"sine:rank={rank}" for rank in RANKS),
-        seeds=1,
-    )
+    arms = tuple(f"sine:rank={rank}" for rank in RANKS)
+    recipe = field_recipe(tmp_path, arms=arms, seeds=1, width=32, steps=1, compile=True)
     compare(recipe, tmp_path / "out", quiet=True, timing_rounds=1, command="compare")
     met, ok = compiled()
     assert met == ok == len(RANKS), "of equal forms the timing's are the fits'"
 
 
 def test_comparison_of_trained_models_is_compiled(compiled, tmp_path):
-    words = [random.choice(["the", "cat", "sat", "on", "a", "mat"]) for _ in range(2000)]
-    (tmp_path / "text.txt").write_text(" ".join(words), encoding="utf-8")
-    text = TextData(source=str(tmp_path / "text.txt"), sequence_length=8, vocab_size=270, cache_dir=str(tmp_path))
-    task = LanguageModelTask(text=text, backbone=GlmBackbone(layers=1, width=16, heads=2, hidden=32))
-    recipe = tiny_recipe(task, "baseline", steps=1, batch_size=2, compile=True)
+    recipe = tiny_recipe(tmp_path, steps=1, batch_size=2, compile=True)
     arms = (Arm(), *(Arm(method="noble", name=f"r{rank}", settings={"rank": rank}) for rank in range(1, 5)))
     compare(recipe, tmp_path / "out", arms=arms, seeds=1, tune_lr=(), timing_rounds=0, quiet=True)
     met, ok = compiled()

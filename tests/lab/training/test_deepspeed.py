@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 import nlr_lab.training.deepspeed as engine
 from nlr_lab.training import TrainResult, run_training
-from nonlinear_lowrank import UserError
 from nonlinear_lowrank.hub.storage import staged_folder
 from processes_helpers import run_processes
+from refusals import assert_refused
 from training_helpers import FakeText, make_recipe
 
 SETTINGS = {"steps": 8, "save_every": 2, "eval_every": 2, "keep_checkpoints": 9, "dropout": 0.0, "max_grad_norm": 0.3}
@@ -72,8 +72,7 @@ def test_checkpoint_of_another_run_engine_or_hand_is_refused(checkpoint, options
     engine.check_readable(checkpoint, **here)
     if spoil is not None:
         spoil(checkpoint)
-    with pytest.raises(UserError, match=message):
-        engine.check_readable(checkpoint, **here | options)
+    assert_refused(message, engine.check_readable, checkpoint, **here | options)
 
 
 @pytest.mark.parametrize(
@@ -91,16 +90,14 @@ def test_arms_that_deepspeed_would_spoil_write_nothing(arm, allowed, configurati
     file.write_text(json.dumps(settings))
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
-    with pytest.raises(UserError, match=words):
-        train(tmp_path / "out", arm, allowed)
+    assert_refused(words, train, tmp_path / "out", arm, allowed)
     assert not (tmp_path / "out").exists()
 
 
 def test_missing_deepspeed_names_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(UserError, match=r"pip install 'nonlinear-lowrank\[deepspeed\]'"):
-        train(tmp_path / "out")
+    assert_refused(r"pip install 'nonlinear-lowrank\[deepspeed\]'", train, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -1,8 +1,6 @@
 """Fine-tuning from end to end: arms, what is trained and saved, resume, loading, comparing."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from safetensors.torch import load_file
 
 import finetune_helpers as helpers
 import nonlinear_lowrank as nlr
+from cli_helpers import run_python
 from nlr_lab.compare import compare
 from nlr_lab.tasks.task import AdapterSetup, Measure
 from nlr_lab.training import Arm, Recipe, TrainConfig, TrainResult, run_training
@@ -20,6 +19,7 @@ from nlr_lab.training.result import judged
 from nonlinear_lowrank.analysis.cost import count_parameters
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.card import loading_code
+from refusals import assert_refused
 from training_helpers import cut_back
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
@@ -96,8 +96,7 @@ def test_arms_that_do_not_fit(root):
     ):
         with pytest.raises(UserError, match=words):
             Arm.parse(arm).apply(model.build_on_meta(), known)
-    with pytest.raises(UserError, match="init= is for"):
-        task.build_model(None, "noble")
+    assert_refused("init= is for", task.build_model, None, "noble")
 
 
 def test_lora_plus_groups_are_those_of_peft(root):
@@ -180,14 +179,7 @@ def test_answer_loss_is_the_mean_over_answers(root, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(root / "llama")
     model = PeftModel.from_pretrained(base, tmp_path / "out" / "model").eval()
     prepared = task.prepare(progress=False)
-    total = count = 0
-    for index in range(len(prepared.valid)):
-        tokens, targets = prepared.valid[index]["input_ids"][None], prepared.valid[index]["labels"][1:]
-        with torch.no_grad():
-            logits = model(input_ids=tokens).logits[0, :-1].double()
-        total += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
-        count += int((targets != -100).sum())
-    assert result.score == result.final_loss == pytest.approx(total / count, rel=1e-4)
+    assert result.score == result.final_loss == pytest.approx(helpers.answer_loss(model, prepared.valid), rel=1e-4)
     assert result.bits_per_byte is None
 
 
@@ -276,7 +268,7 @@ def test_printed_lines_load_the_model_in_a_fresh_process(root, tmp_path, kind, a
         expected = model.eval()(**batch).logits
     values = json.dumps({name: value.tolist() for name, value in batch.items()})
     code = LOADER.format(code=loading_code(folder, recipe.task.model.where()))
-    done = subprocess.run([sys.executable, "-c", code, values], capture_output=True, text=True)
+    done = run_python(code, values)
     assert done.returncode == 0, done.stderr[-2000:]
     assert torch.tensor(json.loads(done.stdout.splitlines()[-1])).numpy() == pytest.approx(expected.numpy(), abs=1e-6)
     if kind != "image":

@@ -2,15 +2,19 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from cli_helpers import run
 from nlr_lab.cli import main as cli
 from nlr_lab.runtime.environment import determinism, deterministic
+from nlr_lab.tasks.task import changed_files, data_record
 from nlr_lab.training import run_training
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.hub.storage import hash_file
 from training_helpers import FakeText, make_recipe
 
 TINY = (
@@ -44,6 +48,38 @@ def test_run_folder_says_what_it_was_made_from(tmp_path):
         raise RuntimeError("something else")
 
 
+def test_data_are_recorded_file_by_file(tmp_path):
+    folder = tmp_path / "corpus"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "a.txt").write_text("one")
+    (folder / "inner" / "b.txt").write_text("three")
+    (folder / ".hidden").write_text("no")
+    task = make_recipe().task
+
+    def record(source):
+        return data_record(replace(task, text=replace(task.text, source=str(source))), "f")
+
+    before = record(folder)
+    entry = before["sources"]["text.source"]
+    assert entry["name"] == "corpus"
+    assert entry["bytes"] == 8
+    assert entry["files"] == {
+        "a.txt": {"bytes": 3, "sha256": hash_file(folder / "a.txt")},
+        "inner/b.txt": {"bytes": 5, "sha256": hash_file(folder / "inner" / "b.txt")},
+    }
+    assert changed_files(before, record(folder)) == []
+    (folder / "a.txt").write_text("two")
+    (folder / "inner" / "b.txt").unlink()
+    (folder / "c.txt").write_text("")
+    assert changed_files(before, record(folder)) == [
+        "text.source: corpus, a.txt has changed",
+        "text.source: corpus, c.txt is new",
+        "text.source: corpus, inner/b.txt is missing",
+    ]
+    assert record(folder / "c.txt")["sources"]["text.source"]["files"].keys() == {"c.txt"}
+    assert record("owner/name")["sources"]["text.source"] == {"name": "owner/name", "fingerprint": "f"}
+
+
 def unpools(model):
     """Runs an operation that has no deterministic kernel."""
 
@@ -72,14 +108,8 @@ def trained(tmp_path_factory):
         yield root
 
 
-def again(capsys, *arguments) -> tuple[int, str, str]:
-    capsys.readouterr()
-    code = cli.main([str(argument) for argument in arguments])
-    return code, *capsys.readouterr()
-
-
 def test_repeated_run_has_the_same_bits(trained, tmp_path, capsys):
-    code, out, err = again(capsys, "train", "--from", trained / "run", "--out", tmp_path / "again")
+    code, out, err = run(capsys, "train", "--from", trained / "run", "--out", tmp_path / "again")
     assert code == 0
     assert "warning" not in err
     assert f"the same bits as {trained / 'run'}: every loss and score, every weight" in out
@@ -101,7 +131,7 @@ def test_changes_are_named(trained, tmp_path, capsys):
     result["curve"][-1][1] += 1e-15
     for name, changed in {"recipe": about, "data": data, "result": result}.items():
         (former / f"{name}.json").write_text(json.dumps(changed))
-    code, out, err = again(capsys, "train", "--from", former, "--out", tmp_path / "again")
+    code, out, err = run(capsys, "train", "--from", former, "--out", tmp_path / "again")
     assert code == 0
     for words in (
         *("torch was 1.0 and is 2", "processor was another and is ", f"commit was {'0' * 40} and is None now"),
@@ -133,7 +163,7 @@ def test_refused(trained, tmp_path, capsys, arguments, words):
         (tmp_path / name).mkdir()
         (tmp_path / name / "recipe.json").write_text(text)
     places = {"run": trained / "run", **{name: tmp_path / name for name in ("new", "code", "damaged")}}
-    code, _, err = again(capsys, *(each.format(**places) for each in arguments.split()))
+    code, _, err = run(capsys, *(each.format(**places) for each in arguments.split()))
     assert code == 2
     assert words.format(**places) in err
     assert not (tmp_path / "new" / "result.json").exists()

