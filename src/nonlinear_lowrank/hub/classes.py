@@ -8,9 +8,9 @@ config lists. Files name tensors as the plain model does (`q_proj.weight`, in me
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -117,23 +117,41 @@ class AugmentedModel:
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        apply_saved(self, _entries_for(self, getattr(config, FIELD, None) or []))  # type: ignore[arg-type]
+        layers = apply_saved(self, _entries_for(self, getattr(config, FIELD, None) or []))  # type: ignore[arg-type]
         if kept := getattr(self, "_keep_in_fp32_modules", None):  # found by the ends of names
             self._keep_in_fp32_modules = type(kept)([*kept, *(f"{name}.dense" for name in kept)])
         drawn = not any(parameter.is_meta for layer in augmented_layers(self) for parameter in layer.parameters())
+        if drawn:
+            self._draw(layers)
         _hand_to_transformers(self, drawn=drawn)
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Draw our layers by their own init, before transformers, whose init draws any linear with 0.02.
+        """Draw as transformers does, dense parts included, and then our layers by their own init.
 
         Tensors that came from a checkpoint carry a flag and are skipped.
         """
-        for layer in augmented_layers(self):
-            if not getattr(layer, "_is_hf_initialized", False):
-                layer.reset_parameters()
-        _hand_to_transformers(self, drawn=True)
+        new = [layer for layer in augmented_layers(self) if not getattr(layer, "_is_hf_initialized", False)]
         super().initialize_weights()  # type: ignore[misc]
+        self._draw(new)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Return whether the plain class is not transformers' own, whose inits it trusts to keep what was loaded."""
+        plain: Any = cls.__bases__[-1]
+        return bool(plain.is_custom_code())
+
+    def _draw(self, layers: Iterable[Any]) -> None:
+        for layer in layers:
+            layer._is_hf_initialized = False
+            self._initialize_weights(layer)  # type: ignore[attr-defined]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw one of our layers by its own init, and any other module as the plain class does."""
+        if method_of_layer(module) is not None:
+            module.reset_parameters()  # type: ignore[operator]
+        else:
+            super()._init_weights(module)  # type: ignore[misc]
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, Any]:
         """Return transformers' plan, and the tensors that our layers keep in float32 whatever type is loaded."""
@@ -195,7 +213,9 @@ class AugmentedModel:
         A tensor may be new, or stay unread, only where the saved class and this one differ: a language
         model's checkpoint loads into a classifier, whose head is new, and the reverse. With
         ignore_mismatched_sizes=True a head may also change its size; a branch may not. A backbone that was
-        built without its pooler is loaded as it was built: `from_pretrained(path, add_pooling_layer=False)`.
+        built without its pooler is loaded as it was built: `from_pretrained(path, add_pooling_layer=False)`;
+        tensors that such an argument adds are new, and those that it drops stay unread.
+        With output_loading_info=True the tensors are returned instead; with state_dict={} all are new.
 
         Raises:
             UserError: tensors are missing from the checkpoint, or it has some that the model does not.
@@ -206,8 +226,11 @@ class AugmentedModel:
                 kwargs["quantization_config"] = quantization = copy.copy(quantization)
                 setattr(quantization, option, [*skipped, *(f"{name}.dense" for name in skipped)])
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
-        check_loading_info(model, info)
-        return (model, info) if output_loading_info else model
+        if output_loading_info:
+            return model, info
+        if kwargs.get("state_dict") != {}:
+            check_loading_info(model, info)
+        return model
 
 
 def augmented_layers(model: Any) -> Iterator[Any]:
@@ -276,9 +299,12 @@ def listed_problems(kinds: Mapping[str, Sequence[str]]) -> str:
 
 
 def _keys_of_writer(model: Any) -> set[str] | None:
-    """Return tensor names, less the backbone's prefix, of the class that wrote the checkpoint, if it is another."""
+    """Return tensor names, less the backbone's prefix, of the class that wrote the checkpoint, as its config builds it.
+
+    The model differs where it is of another class or was given arguments, such as use_mask_token.
+    """
     name = (getattr(model.config, "architectures", None) or [""])[0].removeprefix(CLASS_PREFIX)
-    if name == type(model).__name__.removeprefix(CLASS_PREFIX) or (writer := plain_class(name)) is None:
+    if (writer := plain_class(name)) is None:
         return None
     with torch.device("meta"):
         written = twin_of(writer)(model.config)
@@ -326,7 +352,12 @@ def twin_of(base: Any, config_class: Any = None) -> Any:
     if config_class is None:
         return twin_of(base, base.config_class)
     doc = f"`{base.__name__}` with the layers that its config's `{FIELD}` lists."
-    own = {"__module__": __name__, "__doc__": doc, "config_class": _config_twin(config_class)}
+
+    @wraps(base.__init__)  # transformers reads signatures
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        AugmentedModel.__init__(self, *args, **kwargs)
+
+    own = {"__module__": __name__, "__doc__": doc, "__init__": __init__, "config_class": _config_twin(config_class)}
     twin = type(CLASS_PREFIX + base.__name__, (AugmentedModel, base), own)
     _share_weight_conversions(base.__name__, twin.__name__)
     return twin

@@ -152,11 +152,10 @@ def read_entry(entry: Mapping[str, Any]) -> tuple[Method, Any]:
     return method, config_from_dict(method.config_class, entry["config"])
 
 
-def apply_saved(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> None:
-    """Put the layers of saved entries (see `after_augment`) back into a plain model, real or meta.
+def apply_saved(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> list[nn.Module]:
+    """Put the layers of saved entries (see `after_augment`) back into a plain model, real or meta; return them.
 
-    New tensors are drawn by the layers' own init, except on the meta device. An unknown method or field raises
-    UserError.
+    The caller draws what no file holds (`reset_parameters()`). An unknown method or field raises UserError.
     """
     planned = []
     for entry in entries:
@@ -167,10 +166,7 @@ def apply_saved(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> None:
                 raise UserError(f"the config puts {method.name} at {name!r}, which is a {type(module).__name__}")
             method.check(name, module, config)
         planned.append((method, dict.fromkeys(entry["modules"], config)))
-    for method, configs in planned:
-        for layer in _swap(model, method, configs).values():
-            if not any(parameter.is_meta for parameter in layer.parameters()):
-                layer.reset_parameters()  # type: ignore[operator]
+    return [layer for method, configs in planned for layer in _swap(model, method, configs).values()]
 
 
 @contextmanager

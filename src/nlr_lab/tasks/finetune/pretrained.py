@@ -160,6 +160,7 @@ class Pretrained:
         import torch
         from transformers import AutoConfig
 
+        from nonlinear_lowrank.hub.classes import AugmentedModel, check_loading_info
         from nonlinear_lowrank.hub.pooled import MeanPooledForSequenceClassification
 
         options: Any = {"dtype": getattr(torch, self.dtype), "use_safetensors": True}
@@ -171,8 +172,10 @@ class Pretrained:
             config.problem_type = None  # of an earlier task; the loss follows the labels
             config.num_labels = labels
             options |= {"config": config, "ignore_mismatched_sizes": True}
-        found: tuple[Any, dict[str, Any]] = _auto(kind).from_pretrained(where, output_loading_info=True, **options)
-        return found
+        model, info = _auto(kind).from_pretrained(where, output_loading_info=True, **options)
+        if isinstance(model, AugmentedModel):
+            check_loading_info(model, info)
+        return model, info
 
     def on_meta(self, kind: str, labels: int) -> Any:
         """Return the same shapes on the meta device."""
