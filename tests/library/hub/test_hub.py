@@ -17,6 +17,8 @@ from transformers import (
     GlmForCausalLM,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -134,6 +136,34 @@ def test_loading_is_strict(saved, tmp_path, lost, added, shape):
     with pytest.raises(nlr.UserError) as caught:
         hub.load_model(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_loading_returns_what_is_missing_when_asked(saved, tmp_path):
+    saved["glm"][1].save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    lost = "model.layers.0.self_attn.q_proj.noble_up"
+    del tensors[lost]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == {lost}
+
+
+@pytest.mark.parametrize("init", ["scratch", "pretrained"])
+def test_an_empty_state_dict_draws_every_tensor(init):
+    config = T5Config(vocab_size=99, d_model=32, d_ff=64, d_kv=8, num_heads=4, num_layers=2)
+    plain = T5ForConditionalGeneration(config)
+    nlr.augment(plain, nlr.NobleConfig(rank=24, init=init), verbose=False)
+    drawn = type(plain).from_pretrained(None, config=plain.config, state_dict={})
+    for name, tensor in drawn.named_parameters():
+        size = plain.get_parameter(name).square().mean()
+        assert 0.25 * size <= tensor.square().mean() <= 4 * size, name
+
+
+def test_loading_takes_the_constructors_arguments(saved):
+    loaded = AutoModel.from_pretrained(saved["vit"][0], use_mask_token=True)
+    assert loaded.embeddings.mask_token.isfinite().all()
+    backbone = AutoModel.from_pretrained(saved["vit"][0])
+    assert backbone.embeddings.mask_token is None
 
 
 @pytest.mark.parametrize("name", ["llama", "vit"])
