@@ -1,6 +1,6 @@
 # make demo     compare NOBLE with its baselines on embedded text, 2 CPU cores, under 10 minutes
 # make test     the tests, 2 processes
-# make test-peers  the tests of peft with our adapters in LoRA's place; `make peers` writes tests/peers/table.md
+# make test-peers  the tests of peft and transformers with our adapters and twins; `make peers` writes tests/peers/*.md
 # make fuzz     the tests with fresh seeds, which are printed
 # make lint     style, format, types and the imports between packages
 # make figures  the numbers of README and docs/ out of studies/*/results.json
@@ -19,7 +19,8 @@ QUANTIZED := $(VENV)/quantized
 KERNELS := $(VENV)/kernels
 DEEPSPEED := $(VENV)/deepspeed
 TORCHTITAN := $(VENV)/torchtitan
-PEFT := $(VENV)/peft
+PEFT := $(VENV)/peers/peft
+TRANSFORMERS := $(VENV)/peers/transformers
 # Keyed to the content, not the time: a fresh checkout has new times and the same content.
 STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml 2>/dev/null | cksum | tr " " -)
 PLATFORM := $(shell uname -sm | tr ' ' '-')
@@ -99,19 +100,22 @@ test: $(STAMP) $(QUANTIZED)/.installed $(KERNELS)/.installed $(TORCHTITAN)/.inst
 	PYTHONPATH=$(TORCHTITAN):$(KERNELS) OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -m "torchtitan and not slow" tests/library/integrations/test_torchtitan.py
 
-# peft's wheel has no tests; its source distribution has.
-$(PEFT)/.installed: $(STAMP)
-	@rm -rf $(PEFT); mkdir -p $(PEFT)
-	$(BIN)/python -m pip download --quiet --no-deps --no-build-isolation --no-binary :all: --dest $(PEFT) \
-		$$($(BIN)/python -m pip freeze | grep '^peft==')
-	@tar xzf $(PEFT)/*.tar.gz --directory $(PEFT) --strip-components 1
+# The wheels of peft and transformers have no tests; their source distributions have.
+$(VENV)/peers/%/.installed: $(STAMP)
+	@rm -rf $(@D); mkdir -p $(@D)
+	$(BIN)/python -m pip download --quiet --no-deps --no-build-isolation --no-binary :all: --dest $(@D) \
+		$$($(BIN)/python -m pip freeze | grep '^$*==')
+	@tar xzf $(@D)/*.tar.gz --directory $(@D) --strip-components 1
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) parameterized==0.9.0
 	@touch $@
 
-# LoRA, the control, runs when the results are written.
-test-peers: $(PEFT)/.installed
+# LoRA and plain models, the controls, run when the results are written.
+test-peers: $(PEFT)/.installed $(TRANSFORMERS)/.installed
+	$(BIN)/python tests/peers/transformers_run.py $(TRANSFORMERS) --check -n $(WORKERS)
 	$(BIN)/python tests/peers/run.py $(PEFT) --check -n $(WORKERS) --peers sine-lora sine-dora noble nora nora++
 
-peers: $(PEFT)/.installed
+peers: $(PEFT)/.installed $(TRANSFORMERS)/.installed
+	$(BIN)/python tests/peers/transformers_run.py $(TRANSFORMERS) -n $(WORKERS)
 	$(BIN)/python tests/peers/run.py $(PEFT) -n $(WORKERS)
 
 test-deepspeed: $(DEEPSPEED)/.installed
