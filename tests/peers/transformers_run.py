@@ -59,11 +59,11 @@ def summary(found: dict[str, dict[str, tuple[str, str]]], known: dict[str, Any])
             "failed": {test: message for test, (outcome, message) in sorted(tests.items()) if outcome == "failed"},
         }
         if name.endswith("_plain"):
-            result[name]["passed"] = passed
+            result[name]["passed"] = " ".join(passed)
     for name, each in result.items():
         control = f"{name.partition('_')[0]}_plain"
         if name != control:
-            wanted = (result if control in result else known)[control]["passed"]
+            wanted = (result if control in result else known)[control]["passed"].split()
             others = {test: ": ".join(found[name].get(test, ("absent", ""))) for test in wanted}
             each["plain only"] = {test: what for test, what in others.items() if not what.startswith("passed")}
     return result
