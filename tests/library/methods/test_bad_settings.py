@@ -70,7 +70,7 @@ WRONG = {
         ({"groups_pattern": {"act": 0}}, r"groups_pattern\['act'\] must be"),
         ({"form": "kat"}, "unknown form"),
         ({"fit_range": -1.0}, "fit_range must be"),
-        ({"tuning": "all"}, "unknown tuning 'all'; choose one of low_rank, rational"),
+        ({"tuning": "all"}, "unknown tuning 'all'; choose one of low_rank, shared"),
         ({"target_modules": "all-linear"}, "target_modules names activations in NoRA; leave it out"),
         ({"numerator_only": True, "denominator_only": True}, "leave nothing to train together"),
         ({"tuning": "constants", "form": "sum_of_abs"}, "has no b0"),
