@@ -54,6 +54,11 @@ def run(folder: Path, peer: str, cache: Path, workers: str) -> ElementTree.Eleme
     return ElementTree.parse(report).getroot()
 
 
+def without_numbers(message: str) -> str:
+    """Return a message that is the same on every machine and for every module."""
+    return re.sub(r"\b\d+(\.\d+)?\b", "N", message)
+
+
 def results(report: ElementTree.Element) -> dict[str, Any]:
     """Return the counts of OUTCOMES by suite, how often what was refused, and the failed tests with their errors."""
     counts = {suite: Counter(dict.fromkeys(OUTCOMES, 0)) for suite in SUITES}
@@ -65,11 +70,11 @@ def results(report: ElementTree.Element) -> dict[str, Any]:
         outcome = "passed" if found is None else "skipped" if found.tag == "skipped" else "failed"
         if message.startswith("refused: "):
             outcome = "refused"
-            refused[re.sub(r"\b\d+\b", "N", message.removeprefix("refused: "))] += 1
+            refused[without_numbers(message.removeprefix("refused: "))] += 1
         suite = case.get("classname", "").split(".")[1].removeprefix("test_")
         counts[suite][outcome] += 1
         if outcome == "failed":
-            failed[f"{suite}, {case.get('name')}"] = message.partition("\n")[0]
+            failed[f"{suite}, {case.get('name')}"] = without_numbers(message.partition("\n")[0])
     return {
         "counts": {suite: dict(count) for suite, count in counts.items()},
         "refused": dict(sorted(refused.items())),
