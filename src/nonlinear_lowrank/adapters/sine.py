@@ -19,8 +19,15 @@ from torch.func import functional_call
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.ops.derivatives import transformed
-from nonlinear_lowrank.ops.precision import autocast_input, no_autocast, wide_dtype
-from nonlinear_lowrank.ops.sine import SineFactors, dora_norm, effective_weights, sine_delta, sine_layer
+from nonlinear_lowrank.ops.precision import autocast_input
+from nonlinear_lowrank.ops.sine import (
+    SineFactors,
+    dora_norm,
+    effective_weights,
+    sine_delta,
+    sine_layer,
+    sine_sum_reference,
+)
 
 from .lora import LoraLayer, read_parameter
 from .weights import AdapterTensor, is_plain
@@ -431,20 +438,8 @@ class ParamWrapper(_ParameterLayer, lora.layer.ParamWrapper):
 
     def get_delta_weight(self, adapter: str, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
         """See `SineLayer`."""
-        delta = _delta(None, self.factors(adapter))
+        delta = _sum(None, [self.factors(adapter)], base=False)
         return delta.mT if self.transposed else delta
-
-
-def _delta(matrix: Tensor | None, factors: SineFactors) -> Tensor:
-    """Return one delta (..., d_out, d_in), differentiable, in the order of operations of `ops.sine.Delta`."""
-    dtype = wide_dtype(*(each for each in (matrix, factors.up, factors.down) if each is not None))
-    sine = ((factors.up.to(dtype) * factors.omega) @ factors.down.to(dtype)).sin() * factors.amplitude
-    if factors.magnitude is None:
-        return sine
-    assert matrix is not None
-    norm = torch.linalg.vector_norm((sine + matrix).detach(), dim=-1)
-    ratio = torch.where(norm > 0, factors.magnitude.to(dtype) / norm, 1.0)[:, None]
-    return sine * ratio + matrix * (ratio - 1)
 
 
 def _sum(
@@ -454,12 +449,7 @@ def _sum(
     matrix = None
     if weight is not None:
         matrix = weight.mT if transposed else weight.flatten(1) if factors[0].up.ndim == 2 else weight
-    with no_autocast(factors[0].up):
-        total = matrix if base else None
-        for each in factors:
-            delta = _delta(matrix, each)
-            total = delta if total is None else delta + total
-    assert total is not None
+    total = sine_sum_reference(matrix, factors, base=base)
     if weight is None or not base:
         return total
-    return (total.mT if transposed else total.view_as(weight)).to(weight.dtype)
+    return total.mT if transposed else total.view_as(weight)

@@ -67,7 +67,7 @@ def full_precision() -> Iterator[None]:
 def product(left: Tensor, right: Tensor) -> Tensor:
     """Return left @ right of wide matrices, in their own type."""
     with full_precision():
-        return torch.mm(left, right)
+        return left @ right
 
 
 def formula_product(left: Tensor, right: Tensor) -> Tensor:

@@ -162,7 +162,7 @@ def sine_layer_reference(
 
 
 def sine_sum_reference(weight: Tensor | None, factors: Sequence[SineFactors], *, base: bool = True) -> Tensor:
-    """Return W + D1 + D2 + ... (d_out, d_in) by the plain formula, in W's type; float32 or wider without it."""
+    """Return W + D1 + D2 + ... (..., d_out, d_in) by the plain formula, in W's type; float32 or wider without it."""
     total, dtype = weight if base else None, compute_type(weight, factors)
     for each in factors:
         with no_autocast(each.up):
@@ -171,10 +171,10 @@ def sine_sum_reference(weight: Tensor | None, factors: Sequence[SineFactors], *,
         if each.magnitude is not None:
             assert weight is not None
             direction = weight + delta
-            norm = direction.detach().norm(dim=1)
+            norm = direction.detach().norm(dim=-1)
             # a row of zeros stays as it is; its own quotient would make every gradient NaN
             ratio = torch.where(norm > 0, each.magnitude / torch.where(norm > 0, norm, 1.0), 1.0)
-            delta = ratio[:, None] * delta + (ratio - 1)[:, None] * weight
+            delta = ratio[..., None] * delta + (ratio - 1)[..., None] * weight
         total = delta if total is None else total + delta
     assert total is not None
     return total.to(weight.dtype) if base and weight is not None else total

@@ -81,6 +81,14 @@ def test_convolutions_have_a_sine_of_their_kernel(kind, dora):
     torch.testing.assert_close(model.merge_and_unload()(x), expected)
 
 
+def test_a_row_of_zeros_has_finite_gradients():
+    convolution = nn.Conv2d(3, 4, 3)
+    convolution.weight.data[1] = 0
+    model, _, _ = adapted(convolution, use_dora=True)
+    model(torch.randn(2, 3, 6, 6, dtype=torch.float64)).square().sum().backward()
+    assert all(value.grad.isfinite().all() for value in model.parameters() if value.requires_grad)
+
+
 @pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer with groups")  # peft's
 @pytest.mark.parametrize("dora", [False, True], ids=["sine-LoRA", "sine-DoRA"])
 def test_a_grouped_convolution_has_a_delta_over_all_channels(dora):
