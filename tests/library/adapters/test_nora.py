@@ -354,6 +354,22 @@ def test_lora_becomes_nora_plus_plus_where_it_stands():
     assert not torch.equal(logits(drawn(drawn(tuned)), inputs), expected)
 
 
+def test_lora_stays_where_nora_does_not_fit():
+    base = model_helpers.llama().eval()
+    inputs = model_helpers.batch(base)
+    config = LoraConfig(r=3, target_modules=["q_proj", "down_proj"], modules_to_save=["norm"])
+    model = drawn(get_peft_model(base, config)).eval()
+    expected, before = logits(model, inputs), {name: value.clone() for name, value in trained(model).items()}
+    with pytest.raises(UserError, match="groups=7"):
+        lora_to_nora(model, groups=7)
+    assert torch.equal(logits(model.eval(), inputs), expected)
+    assert trained(model).keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in trained(model).items())
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["v_proj"]))
+    with pytest.raises(UserError, match="other would be lost"):
+        lora_to_nora(model, groups=4)
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [({"use_dora": True}, "use_dora"), ({"rank_pattern": {"k_proj": 2}}, "rank_pattern"), (None, "NLR_NORA")],

@@ -256,11 +256,15 @@ def lora_to_nora(model: PeftModel, adapter_name: str = "default", **settings: An
         settings: fields of `NoraConfig`, but those of LoRA.
 
     Raises:
-        UserError: there is no such adapter, or it is no plain LoRA of one rank on linears; nothing is changed.
+        UserError: there is no such adapter, or another beside it, it is no plain LoRA of one rank on linears, or the
+            settings do not fit the model; the model then has its LoRA as before.
     """
     config: Any = model.peft_config.get(adapter_name)
     if config is None:
         raise UserError(f"there is no adapter {adapter_name!r}; there are {', '.join(model.peft_config)}")
+    if len(model.peft_config) > 1:
+        others = ", ".join(model.peft_config.keys() - {adapter_name})
+        raise UserError(f"{others} would be lost; keep {adapter_name!r} alone, by delete_adapter")
     layers = {name: each for name, each in model.get_base_model().named_modules() if isinstance(each, LoraLayer)}
     other = (
         "use_dora",
@@ -287,7 +291,13 @@ def lora_to_nora(model: PeftModel, adapter_name: str = "default", **settings: An
         **{"anchor": "exact", **settings},
     )
     trained = get_peft_model_state_dict(model, adapter_name=adapter_name)
-    tuned = get_peft_model(model.unload(), made)
+    base: Any = model.unload()
+    try:
+        tuned = get_peft_model(base, made)
+    except UserError:
+        model.base_model.inject_adapter(base, adapter_name)  # type: ignore[operator]
+        set_peft_model_state_dict(model, trained, adapter_name=adapter_name)
+        raise
     set_peft_model_state_dict(tuned, get_peft_model_state_dict(tuned) | trained)
     return tuned
 
