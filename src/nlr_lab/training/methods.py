@@ -303,7 +303,8 @@ class Tuning(ArmKind):
                 check_integer(f"{key} of {self.name}", value, minimum=1)
             # Slashes separate ends of names; "all-linear" and regular expressions stay as they are.
             lists = key in _LISTS and isinstance(value, str)
-            if lists and value != "all-linear" and not re.search(r"[.*+?()\[\]|\\^$]", value):
+            names = key == "modules_to_save" or not re.search(r"[.*+?()\[\]|\\^$]", str(value))
+            if lists and value != "all-linear" and names:
                 full[key] = value.split("/")
         if "plus" in full:
             check_number(f"plus of {self.name}", full["plus"], minimum=1)
@@ -336,6 +337,9 @@ class Tuning(ArmKind):
 
         named = dict(settings)
         if whole := [*setup.head, *settings.get("modules_to_save", ())]:
+            known = [name for name, _ in model.named_modules()]
+            if lost := [each for each in whole if not any(f".{name}".endswith(f".{each}") for name in known)]:
+                raise UserError(f"modules_to_save: the model has no module {', '.join(lost)}")
             named["modules_to_save"] = whole
         if adapter.targets and setup.targets and named.get(adapter.targets) is None:
             named[adapter.targets] = list(setup.targets)
