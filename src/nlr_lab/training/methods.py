@@ -337,8 +337,8 @@ class Tuning(ArmKind):
 
         named = dict(settings)
         if whole := [*setup.head, *settings.get("modules_to_save", ())]:
-            known = [name for name, _ in model.named_modules()]
-            if lost := [each for each in whole if not any(f".{name}".endswith(f".{each}") for name in known)]:
+            have = [f".{name}" for name, _ in model.named_modules()]
+            if lost := [each for each in whole if not any(place.endswith(f".{each}") for place in have)]:
                 raise UserError(f"modules_to_save: the model has no module {', '.join(lost)}")
             named["modules_to_save"] = whole
         if adapter.targets and setup.targets and named.get(adapter.targets) is None:

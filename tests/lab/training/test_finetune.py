@@ -76,6 +76,12 @@ def test_arm_trains_whole_modules_and_biases_beside_the_adapter(root, arm):
     assert any(name.endswith("query.base_layer.bias" if "lora:" in arm else "query.bias") for name in trained)
 
 
+@pytest.mark.parametrize("names", ["LayerNrm", "Layer.*"])
+def test_modules_that_are_not_there_are_refused(root, names):
+    recipe = helpers.recipe(helpers.glue_task(root), f"lora:r=2,modules_to_save={names}")
+    assert_refused(rf"no module {names[:5]}", adapted, recipe)
+
+
 def test_full_trains_everything_and_starts_alike(root):
     recipe = helpers.recipe(helpers.glue_task(root), "full")
     full, lora = adapted(recipe), adapted(replace(recipe, arm=Arm.parse("lora:r=2")))
