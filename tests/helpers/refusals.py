@@ -1,4 +1,4 @@
-"""What bad input comes to: one line."""
+"""Assertion that bad input gets a one-line error."""
 
 import pytest
 

@@ -6,45 +6,23 @@ SDIST_FOLDER is transformers' source distribution, unpacked, of the version that
 `parameterized` beside its tests. The distribution has the tests common to all models, and not those of generation.
 """
 
-import argparse
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
+import reports
 import transformers
 
 HERE = Path(__file__).parent
 OUTCOMES = ("passed", "failed", "skipped")
 
 
-def run(folder: Path, workers: str, selected: str) -> ElementTree.Element:
-    """Run the test cases of `transformers_suite.py` whose names match; return pytest's report."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder)}
-    # The suite was not written for errors of warnings.
-    options = ["-o", "addopts=", "-o", "filterwarnings=", "--tb=no", "-q", "-n", workers, "-k", selected]
-    with tempfile.TemporaryDirectory() as name:
-        report = Path(name) / "report.xml"
-        command = [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", HERE / "transformers_suite.py"]
-        log = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-        if not report.exists() or log.returncode > 1:
-            sys.exit(f"pytest did not finish:\n{log.stdout[-3000:]}{log.stderr[-3000:]}")
-        return ElementTree.parse(report).getroot()
-
-
-def outcomes(report: ElementTree.Element) -> dict[str, dict[str, tuple[str, str]]]:
-    """Return, by test case and test, the outcome and the first line of its message."""
+def run(folder: Path, workers: str, selected: str) -> dict[str, dict[str, tuple[str, str]]]:
+    """Run the test cases of `transformers_suite.py` whose names match; return outcome and message by case and test."""
     found: dict[str, dict[str, tuple[str, str]]] = {}
-    for test in report.iter("testcase"):
-        element = next((each for each in test if each.tag in ("failure", "error", "skipped")), None)
-        outcome = "passed" if element is None else "skipped" if element.tag == "skipped" else "failed"
-        message = "" if element is None else element.get("message", "").partition("\n")[0]
-        found.setdefault(test.get("classname", "").rpartition(".")[2], {})[test.get("name", "")] = (outcome, message)
+    arguments = ["-k", selected, HERE / "transformers_suite.py"]
+    for case in reports.run(folder, workers, arguments, {"PYTHONPATH": str(folder)}):
+        found.setdefault(case.group.rpartition(".")[2], {})[case.name] = (case.outcome, case.message)
     return {name: found[name] for name in sorted(found)}
 
 
@@ -107,25 +85,17 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument(
-        "--check", action="store_true", help="run the twins, and compare with transformers_results.json"
-    )
-    parser.add_argument("-n", default="2", help="processes")
-    options = parser.parse_args()
+    options = reports.parser(__doc__).parse_args()
     file = HERE / "transformers_results.json"
-    known = json.loads(file.read_text(encoding="utf-8")) if options.check else {}
     # Plain models, the control, run when the results are written.
-    found = outcomes(run(options.folder, options.n, "not plain" if options.check else ""))
-    results = summary(found, known)
+    found = run(options.folder, options.n, "not plain" if options.check else "")
+    results = summary(found, reports.read(file) if options.check else {})
     for name, each in results.items():
         print(name, each["counts"])
-        if options.check and each != known.get(name):
-            sys.exit(f"{name}: not the results of {file}, but\n{json.dumps(each, indent=1)}\n`make peers` writes them")
+        if options.check:
+            reports.check(name, each, file)
     if not options.check:
-        file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        (HERE / "transformers.md").write_text(table(results), encoding="utf-8")
+        reports.write(results, file, HERE / "transformers.md", table(results))
 
 
 if __name__ == "__main__":

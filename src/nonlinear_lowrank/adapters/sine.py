@@ -108,7 +108,7 @@ class SineLayer(LoraLayer):
 
     @property
     def transposed(self) -> bool:
-        """Whether the module stores its weight as (d_in, d_out)."""
+        """True if the module stores its weight as (d_in, d_out)."""
         return bool(getattr(self, "fan_in_fan_out", False))
 
     def get_delta_weight(self, adapter: str, *args: Any, **kwargs: Any) -> Tensor:
@@ -427,7 +427,7 @@ class ParamWrapper(_ParameterLayer, lora.layer.ParamWrapper):
 
     @property
     def transposed(self) -> bool:
-        """Whether experts are stored as (E, d_in, d_out)."""
+        """True if experts are stored as (E, d_in, d_out)."""
         return self._param_ndim == 3 and not self._did_swap_in_out_features
 
     def unload_and_optionally_merge_module(self, *args: Any, **kwargs: Any) -> Any:

@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
 
 
 class Rates(TrainerCallback):
-    """What the last step's learning rates began at, by tensor, and what the learning-rate table says of them."""
+    """Initial learning rates of the last step by tensor, and those of the learning-rate table."""
 
     def on_pre_optimizer_step(self, *_, model, optimizer, **__):
         groups = getattr(optimizer, "optimizer", optimizer).param_groups

@@ -66,7 +66,7 @@ class Ratio(NamedTuple):
     formula: str | None = None
     """f."""
     behind_batch: bool = False
-    """Whether x is a view of a tensor with its channels in dimension 1, to which f is to be applied."""
+    """True if x is a view of a tensor with its channels in dimension 1, and f is applied to that tensor."""
 
 
 def rational(
