@@ -85,7 +85,8 @@ def _on_diffusers(loaders: Any) -> None:
             return create(*args, **kwargs)
         return importlib.import_module("peft").PeftConfig.from_peft_type(**settings)
 
-    wrapt.wrap_function_wrapper(loaders, "_create_lora_config", create)
+    if hasattr(loaders, "_create_lora_config"):  # private: another version's import must not fail for it
+        wrapt.wrap_function_wrapper(loaders, "_create_lora_config", create)
 
 
 def _on_augment(augment: Any) -> None:
