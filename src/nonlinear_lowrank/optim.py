@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from .errors import LearningRateWarning, UserError
-from .methods.base import MultiplierLayer, Role, layers_alive, method_of_layer
+from .methods.base import MultiplierLayer, Role, dense_part, layers_alive, method_of_layer
+from .methods.experts import ExpertsLayer
 from .surgery.targets import is_linear, output_head_names
 
 DENSE = Role("dense", muon=True)
@@ -59,7 +60,7 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
                 role = VECTOR
             elif isinstance(module, nn.Embedding) or module_name in heads:
                 role = EMBEDDING
-            elif parameter.ndim == 2 and (is_linear(module) or method):
+            elif parameter.ndim == 2 and (is_linear(module) or method) and not isinstance(module, ExpertsLayer):
                 role = DENSE
             else:
                 role = OTHER
@@ -315,8 +316,7 @@ def _warn_of_bypassed(optimizer: Optimizer) -> None:
     held = {id(each) for group in optimizer.param_groups for each in group["params"]}
     bypassed = []
     for layer in list(layers_alive):
-        method = method_of_layer(layer)
-        if method is None or method.dense is None:
+        if dense_part(layer) is None:
             continue
         own = [each for each in layer.parameters(recurse=False) if each.requires_grad and id(each) in held]
         if own and layer.weight.grad is not None and all(each.grad is None for each in own):

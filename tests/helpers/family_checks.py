@@ -19,7 +19,7 @@ import nonlinear_lowrank as nlr
 from family_helpers import FAMILIES, Inputs
 
 RANK = 4
-TENSORS_OF_A_BRANCH = 7  # down, up, mix, two frequencies, two phases
+TENSORS_OF_A_BRANCH = 7  # down, up, mix, two frequencies, two phases; experts have two branches in each tensor
 
 
 def augmented(name: str, **settings: Any) -> tuple[PreTrainedModel, nlr.AugmentReport]:
@@ -43,7 +43,7 @@ def branch_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
 def enlarge_branches(model: PreTrainedModel) -> PreTrainedModel:
     """Draw each up projection large, so that what its branch adds is far above rounding."""
     for name, value in branch_tensors(model).items():
-        if name.endswith("noble_up"):
+        if name.endswith("_up"):
             value.normal_(std=0.3)
     return model
 

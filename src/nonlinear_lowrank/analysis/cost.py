@@ -26,8 +26,9 @@ from typing import Any
 
 from torch import nn
 
-from nonlinear_lowrank.methods.base import method_of_layer
-from nonlinear_lowrank.surgery.report import first_integer, own_flops
+from nonlinear_lowrank.methods.base import dense_part, method_of_layer
+from nonlinear_lowrank.methods.experts import first_integer
+from nonlinear_lowrank.surgery.report import own_flops
 from nonlinear_lowrank.surgery.targets import dense_parts, output_head_names
 from nonlinear_lowrank.validation import check_integer
 
@@ -128,7 +129,7 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
         if module in inside:
             continue  # counted with the layer that it stands in
         method = method_of_layer(module)
-        dense = module.get_submodule(method.dense) if method and method.dense else module
+        dense = dense_part(module) or module
         added = set(method.roles(module)) if method else set()
         parameters = branch_parameters = 0
         for local, parameter in module.named_parameters(recurse=dense is not module):

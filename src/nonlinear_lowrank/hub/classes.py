@@ -29,7 +29,8 @@ from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.base import Method, method_of_layer
+from nonlinear_lowrank.methods.base import Method, dense_part, method_of_layer
+from nonlinear_lowrank.methods.experts import ExpertsLayer
 from nonlinear_lowrank.surgery.augment import apply_saved
 
 from .registration import CLASS_PREFIX, FIELD, TYPE_PREFIX
@@ -98,9 +99,9 @@ def dense_names(model: Any) -> DenseNames | None:
     """Return the renaming, for loading, of a model's layers that hold a plain linear; None where there are none."""
     layers = {}
     for name, module in model.named_modules():
-        method = method_of_layer(module)
-        if method is not None and method.dense is not None:
-            layers[name] = (method.dense, frozenset(own for own, _ in module.named_parameters(recurse=False)))
+        if dense_part(module) is not None:
+            own = frozenset(own for own, _ in module.named_parameters(recurse=False))
+            layers[name] = (str(method_of_layer(module).dense), own)  # type: ignore[union-attr]
     return DenseNames(layers, f"{getattr(model, 'base_model_prefix', '')}.") if layers else None
 
 
@@ -147,11 +148,12 @@ class AugmentedModel:
             self._initialize_weights(layer)  # type: ignore[attr-defined]
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw one of our layers by its own init, and any other module as the plain class does."""
-        if method_of_layer(module) is not None:
-            module.reset_parameters()  # type: ignore[operator]
-        else:
+        """Draw one of our layers by its own init, what experts keep and other modules as the plain class does."""
+        method = method_of_layer(module)
+        if method is None or isinstance(module, ExpertsLayer):
             super()._init_weights(module)  # type: ignore[misc]
+        if method is not None:
+            module.reset_parameters()  # type: ignore[operator]
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, Any]:
         """Return transformers' plan, and the tensors that our layers keep in float32 whatever type is loaded."""
@@ -191,7 +193,8 @@ class AugmentedModel:
             UserError: tensor parallelism is asked for, and the model has layers that cannot be split.
         """
         if getattr(distributed_config, "tp_size", None) not in (None, 1):
-            if unable := sorted(method.name for method in _methods_in(model) if not method.tensor_parallel):
+            unable = [method.name for method in _methods_in(model) if not method.tensor_parallel]
+            if unable := sorted(unable + ["experts"] * any(isinstance(e, ExpertsLayer) for e in model.modules())):
                 raise UserError(f"layers of {', '.join(unable)} cannot be split by tensor parallelism; use DDP or FSDP")
             if not hasattr(PreTrainedModel, "_resolve_parallel_plans"):
                 raise UserError(f"tensor parallelism needs transformers>=5.23, got {transformers.__version__}")
@@ -249,8 +252,8 @@ def _hand_to_transformers(model: Any, *, drawn: bool) -> None:
             layer.plain_names = False
         if drawn:
             layer._is_hf_initialized = True
-            if dense := method_of_layer(layer).dense:  # type: ignore[union-attr]
-                layer.get_submodule(dense)._is_hf_initialized = True
+            if (dense := dense_part(layer)) is not None:
+                dense._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def _entries_for(model: Any, entries: list[Any]) -> list[dict[str, Any]]:

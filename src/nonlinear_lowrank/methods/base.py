@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nonlinear_lowrank.errors import UserError
 
+from .experts import linear_shapes
 from .matrix import is_plain_linear, linear_shape
 
 ENTRY_POINTS = "nonlinear_lowrank.methods"
@@ -116,7 +117,8 @@ class Method:
     """True where its layers do away with the plain layer's weight."""
     dense: ClassVar[str | None] = None
     """The child of its layers that is the plain linear they go beside, whose tensors files have under the layer's own
-    name; its layers are branches, switched by `branch_enabled`. None: they replace the linear."""
+    name; its layers are branches, switched by `branch_enabled`. None: they replace the linear. (Layers in place of
+    experts have no such child: they are the experts too.)"""
     float32: ClassVar[tuple[str, ...]] = ()
     """Tensors of a layer, by their name in it, that stay float32 in a model of a 16-bit type."""
     adapter: ClassVar[str] = ""
@@ -213,8 +215,8 @@ class Method:
 
 
 def _refused_rank(module: nn.Module, config: Any) -> str | None:
-    why: str | None = config.check_rank(*linear_shape(module)) if hasattr(config, "check_rank") else None
-    return why
+    shapes = linear_shapes(module) if hasattr(config, "check_rank") else []
+    return next((why for shape in shapes if (why := config.check_rank(*shape)) is not None), None)
 
 
 MethodClass = TypeVar("MethodClass", bound=type[Method])
@@ -266,6 +268,12 @@ def config_from_dict(config_class: type, values: Mapping[str, Any]) -> Any:
         return config_class(**values)
     except TypeError as error:
         raise UserError(f"{config_class.__name__}: {error}") from error
+
+
+def dense_part(module: nn.Module) -> nn.Module | None:
+    """Return the plain linear that a layer goes beside (`Method.dense`), or None."""
+    method = method_of_layer(module)
+    return getattr(module, method.dense, None) if method is not None and method.dense else None
 
 
 class BranchLayer(nn.Module):

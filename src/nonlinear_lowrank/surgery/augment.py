@@ -21,7 +21,7 @@ from nonlinear_lowrank.methods.base import (
 from nonlinear_lowrank.methods.matrix import replace_modules
 
 from .report import AugmentReport, measure_plain
-from .targets import Patterns, choose_found, choose_linears, holds_numbers
+from .targets import Patterns, choose_found, choose_linears, expert_tensors, holds_numbers
 
 after_augment: list[Callable[[nn.Module, dict[str, Any]], None]] = []
 """Hooks, called with (model, entry) once a model was augmented; `hub` adds the one that makes it saveable."""
@@ -180,7 +180,7 @@ def branches_disabled(model: nn.Module) -> Iterator[nn.Module]:
         UserError: the model has no branches.
     """
     layers: list[Any] = [
-        module for module in model.modules() if (method := method_of_layer(module)) and method.dense is not None
+        module for module in model.modules() if method_of_layer(module) and hasattr(module, "branch_enabled")
     ]
     if not layers:
         raise UserError("the model has no branches to disable: augment it with a method that adds some, such as noble")
@@ -210,15 +210,15 @@ def _check_linear(name: str, module: nn.Module, method: Method) -> None:
             fix = "start from the plain model, or leave it out with exclude="
             raise UserError(f"{name} is augmented with {before.name} already; {fix}")
         return  # this method wraps the layer, which was checked when it was put there
-    weight: Any = getattr(module, "weight", None)
-    if type(getattr(weight, "data", None)).__name__ == "DTensor":
+    weights: list[Any] = [*expert_tensors(module).values()] or [getattr(module, "weight", None)]
+    if any(type(getattr(weight, "data", None)).__name__ == "DTensor" for weight in weights):
         raise UserError(f"{name} is split over devices; augment the model first, and split it then")
-    if not holds_numbers(weight):
+    if not all(map(holds_numbers, weights)):
         raise UserError(f"{name} is quantized; augment the unquantized model, or use an adapter instead")
     if not method.is_target(module):
         kind = f"{type(module).__module__}.{type(module).__name__}"
         raise UserError(f"{name} is a {kind}, which {method.name} cannot replace; leave it out with exclude=")
-    if not weight.requires_grad:
+    if not all(weight.requires_grad for weight in weights):
         raise UserError(f"{name} is frozen; unfreeze it (requires_grad_(True)), or use an adapter instead")
 
 

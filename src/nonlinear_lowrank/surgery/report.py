@@ -9,6 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.methods.base import method_of_layer
+from nonlinear_lowrank.methods.experts import active_experts, projections
 
 from .targets import expert_tensors, is_linear, linear_method, output_head_names
 
@@ -102,17 +103,12 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-_ACTIVE = (
-    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "num_selected_experts"),
-    *("top_k", "moe_top_k", "moe_topk", "moe_k"),
-)
-
-
 def own_flops(module: nn.Module, model: nn.Module) -> int:
     """Return the forward FLOPs per token of a module's products, without those of modules inside it."""
     if (method := method_of_layer(module)) is not None:
         plain = method.plain(module)
-        return method.flops(module) + (plain.flops if plain else 0)
+        experts = _expert_flops(module, model) if projections(module) else 0
+        return method.flops(module) + (plain.flops if plain else 0) + experts
     if expert_tensors(module):
         return _expert_flops(module, model)
     if isinstance(module, nn.MultiheadAttention):
@@ -127,13 +123,6 @@ def _expert_flops(module: nn.Module, model: Any) -> int:
     """Return the FLOPs of the experts that a token goes through; 0 where nothing says how many."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    sources = (module, getattr(module, "config", None), text, getattr(text, "ffn_config", None))
-    if (active := first_integer(sources, _ACTIVE)) is None:
+    if (active := active_experts(module, text, getattr(text, "ffn_config", None))) is None:
         return 0
     return sum(2 * min(active, each.shape[0]) * each[0].numel() for each in expert_tensors(module).values())
-
-
-def first_integer(sources: Iterable[Any], names: Iterable[str]) -> int | None:
-    """Return the first attribute of these names that is an integer, source by source; None where none is."""
-    values = (getattr(source, name, None) for source in sources for name in names)
-    return next((each for each in values if isinstance(each, int) and not isinstance(each, bool)), None)

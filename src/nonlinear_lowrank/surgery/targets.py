@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.base import Findings, Method, method_of_layer
+from nonlinear_lowrank.methods.base import Findings, Method, dense_part, method_of_layer
 from nonlinear_lowrank.methods.matrix import is_plain_linear
 
 Patterns = str | Sequence[str] | None
@@ -89,11 +89,12 @@ def choose_linears(
     modules = dict(model.named_modules())
     methods = {name: method_of_layer(module) for name, module in modules.items()}
     wrapped = {name: found.name for name, found in methods.items() if found and found.wraps}
-    experts = {name for name, module in modules.items() if expert_tensors(module) and methods[name] is None}
-    skipped = dict.fromkeys(experts, "holds weights as 3-D parameters, which are no linears")
+    held = {name for name, module in modules.items() if expert_tensors(module)}
+    taken = {name for name in held if methods[name] or method.is_target(modules[name])}
+    skipped = dict.fromkeys(held - taken, "holds weights as 3-D parameters, which are no linears")
     linears = {}
     for name, module in modules.items():
-        if name and module not in inside and (is_linear(module) or linear_method(module)):
+        if name and module not in inside and (name in taken or is_linear(module) or linear_method(module)):
             if (outer := wrapped.get(name.rpartition(".")[0])) is not None:
                 skipped[name] = f"is inside a layer of {outer}, which comes last"
             elif unnamed and method.include and not re.fullmatch(method.include, name):
@@ -191,8 +192,7 @@ def linear_method(module: nn.Module) -> Method | None:
 
 def dense_parts(model: nn.Module) -> set[nn.Module]:
     """Return the plain linears inside layers of methods, which are parts of these and not linears of the model."""
-    methods = [(module, method_of_layer(module)) for module in model.modules()]
-    return {module.get_submodule(method.dense) for module, method in methods if method and method.dense}
+    return set(filter(None, map(dense_part, model.modules())))
 
 
 def holds_numbers(weight: Any) -> bool:
@@ -207,7 +207,9 @@ def expert_tensors(module: nn.Module) -> dict[str, Tensor]:
     """
     if type(module).__module__.startswith("torch.nn."):
         return {}
-    own = module.named_parameters(recurse=False)
+    method = method_of_layer(module)
+    added = method.roles(module) if method else ()
+    own = ((name, each) for name, each in module.named_parameters(recurse=False) if name not in added)
     return {name: each for name, each in own if each.ndim == 3 and each.shape[0] > 1 and max(each.shape[1:]) > 1}
 
 

@@ -211,9 +211,11 @@ def test_experts_held_as_tensors_are_listed_and_counted(capfd):
     plain = model_cost(model, 1)
     experts = 8 * 3 * 32 * 16  # gate, up and down of a layer
     body = sum(p.numel() for n, p in model.named_parameters() if "embed" not in n and "lm_head" not in n)
-    report = nlr.augment(model, NOBLE)
     names = {f"model.layers.{layer}.mlp.experts" for layer in (0, 1)}
-    assert names == {name for name, why in report.skipped.items() if "3-D parameters" in why}
+    listed = nlr.augment(_mixture(), nlr.QKNormConfig(), verbose=False).skipped
+    assert names == {name for name, why in listed.items() if "3-D parameters" in why}
+    report = nlr.augment(model, NOBLE, exclude=r".*experts")
+    assert names == {name for name, why in report.skipped.items() if why == "in exclude"}
     linears = 2 * 4 * 32 * 32  # q, k, v and o of both layers
     assert report.flops_before == 2 * (linears + 32 * 50) + 2 * 2 * experts // 4  # 2 of 8
     assert (report.reached_parameters, report.body_parameters) == (linears, body)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number, check_share
@@ -12,6 +12,7 @@ Activation = Literal["cosine", "tanh", "leaky_relu", "gelu", "silu"]
 Init = Literal["auto", "scratch", "pretrained"]
 Fusion = Literal["add", "gated"]
 ShareDown = Literal["none", "qkv"]
+ExpertDown = Literal["own", "shared"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,8 @@ class NobleConfig:
     share_down: ShareDown = "none"
     """"qkv": query, key and value of an attention, which read the same input, share one noble_down.
     With rank_ratio a group has the smallest of its ranks. (Not of the paper.)"""
+    expert_down: ExpertDown = "own"
+    """Beside experts that a module holds as 3-D parameters: a noble_down for each, or one for all of a module."""
     fuse_shared_inputs: bool = False
     """Query, key and value projections, and gate and up projections, are computed together: x is read
     less often, and its gradients are added up in place. Needs fusion="add" and no dropout."""
@@ -77,7 +80,8 @@ class NobleConfig:
         if self.rank_ratio is not None:
             check_number("rank_ratio", self.rank_ratio, above=0)
             check_share("rank_ratio", self.rank_ratio)
-        choices = {"activation": Activation, "init": Init, "fusion": Fusion, "share_down": ShareDown}
+        choices: dict[str, Any] = {"activation": Activation, "init": Init, "fusion": Fusion, "share_down": ShareDown}
+        choices["expert_down"] = ExpertDown
         for name, literal in choices.items():
             check_choice(name, getattr(self, name), get_args(literal))
         check_integer("depth", self.depth, minimum=1)

@@ -29,7 +29,8 @@ bitsandbytes, peft's LoRA) takes it and leaves the branch alone. In files its te
 `q_proj.weight`, not `q_proj.dense.weight`.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -42,9 +43,11 @@ from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import AdapterArm, BranchLayer, Method, MultiplierLayer, Role, register
+from nonlinear_lowrank.methods.experts import active_experts, linear_shapes, projections
 from nonlinear_lowrank.methods.matrix import linear_shape
 
 from .config import NobleConfig
+from .experts import NobleExperts, branch_shapes
 from .op import Branch, bottleneck, noble_branch, noble_linear
 
 if TYPE_CHECKING:
@@ -237,12 +240,15 @@ class NobleMethod(Method):
 
     name = NobleConfig.method
     config_class = NobleConfig
-    layer_types = (NobleLinear, NobleConv1D)
+    layer_types = (NobleLinear, NobleConv1D, NobleExperts)
     optimizable = draws_up = budgeted = True
     dense = "dense"
     adapter = "nonlinear_lowrank.methods.noble.adapter"
     _shown = ("r", "activation", "depth", "target_modules", "plus")
     adapter_arms: ClassVar = {"noble-adapter": AdapterArm(config=(adapter, "NobleAdapterConfig"), shown=_shown)}
+
+    def is_target(self, module: nn.Module) -> bool:
+        return super().is_target(module) or bool(projections(module))
 
     def converted(self, config: Any) -> Any:
         return replace(config, init="pretrained")
@@ -276,24 +282,20 @@ class NobleMethod(Method):
             for names in groups:
                 SharedDown([layers[name] for name in names])
             if config.fuse_shared_inputs:
-                group(layers)
+                group({name: layer for name, layer in layers.items() if not isinstance(layer, NobleExperts)})
         return layers
 
     def roles(self, layer: Any) -> Mapping[str, Role]:
-        config, ratio = layer.noble_config, min(layer.noble_shape) / layer.noble_rank
-        roles = {
-            "noble_down": Role("noble.down"),
-            "noble_up": Role("noble.up", lr=ratio**config.up_lr_power),
-            "noble_up_bias": Role("noble.up_bias", decay=False),
-            "noble_fusion": Role("noble.fusion", decay=False),
-        }
-        for k in range(1, config.depth + 1):
-            roles[f"noble_mix{k}"] = Role("noble.mix", lr=ratio**config.mix_lr_power)
-            roles[f"noble_frequency{k}"] = Role("noble.frequency", lr=config.frequency_lr, decay=False)
-            roles[f"noble_phase{k}"] = Role("noble.phase", lr=config.phase_lr, decay=False)
+        if isinstance(layer, NobleExperts):
+            shapes = {f"noble_{end}_": (each.d_in, each.d_out) for end, each in layer.ends()}
+        else:
+            shapes = {"noble_": layer.noble_shape}
+        roles = {prefix + name: role for prefix, shape in shapes.items() for name, role in _roles(layer, shape)}
         return {name: role for name, role in roles.items() if layer._parameters.get(name) is not None}
 
     def flops(self, layer: Any) -> int:
+        if isinstance(layer, NobleExperts):
+            return _expert_flops(layer, layer.noble_config)
         d_in, d_out = layer.noble_shape
         return 2 * _products(d_in, d_out, layer.noble_config, layer.noble_down is not None)
 
@@ -302,6 +304,10 @@ class NobleMethod(Method):
         without = {name for group in groups for name in group[1:]}
         parameters = flops = 0
         for name, module in modules.items():
+            if projections(module):
+                parameters += sum(map(math.prod, branch_shapes(module, config).values()))
+                flops += _expert_flops(module, config)
+                continue
             (d_in, d_out), own = linear_shape(module), configs[name]
             products = _products(d_in, d_out, own, name not in without)
             vectors = 2 * own.depth * own.rank_of(d_in, d_out) if own.activation == "cosine" else 0
@@ -311,7 +317,7 @@ class NobleMethod(Method):
 
     def optimize(self, model: nn.Module, *, shared_inputs: bool, quantized: bool) -> bool:
         """Make one product of dense output and branch; layers stay where their dense part is quantized."""
-        if quantized or not any(isinstance(each, self.layer_types) for each in model.modules()):
+        if quantized or not any(isinstance(each, NobleLinear | NobleConv1D) for each in model.modules()):
             return False
         from .fused import fuse
 
@@ -319,22 +325,24 @@ class NobleMethod(Method):
         return True
 
 
-def _layer(module: nn.Module, config: NobleConfig) -> nn.Module:
+def _layer(module: Any, config: NobleConfig) -> nn.Module:
     """Return a layer made on the meta device, then given real, still undrawn, branch tensors."""
-    d_in, d_out = linear_shape(module)
-    assert isinstance(module, nn.Linear | Conv1D)
-    weight: Tensor = module.weight
-    layer: NobleLinear | NobleConv1D
-    if isinstance(module, Conv1D):
-        layer = NobleConv1D(d_out, d_in, config=config, device="meta", dtype=weight.dtype)
+    layer: Any
+    if experts := projections(module):
+        layer = NobleExperts.beside(module, config)
+        kept = [getattr(layer, f"{each.name}{end}", None) for each in experts for end in ("", "_bias")]
     else:
-        has_bias = module.bias is not None
-        layer = NobleLinear(d_in, d_out, has_bias, config=config, device="meta", dtype=weight.dtype)
-    layer.to_empty(device=weight.device)
-    # From scratch too they are the module's own, drawn anew in place, so that whatever else holds them stays tied.
-    layer.dense.weight, layer.dense.bias = module.weight, module.bias
+        (d_in, d_out), weight = linear_shape(module), module.weight
+        if isinstance(module, Conv1D):
+            layer = NobleConv1D(d_out, d_in, config=config, device="meta", dtype=weight.dtype)
+        else:
+            has_bias = module.bias is not None
+            layer = NobleLinear(d_in, d_out, has_bias, config=config, device="meta", dtype=weight.dtype)
+        layer.to_empty(device=weight.device)
+        # From scratch too they are the module's own, drawn anew in place, so that whatever else holds them stays tied.
+        layer.dense.weight, layer.dense.bias = kept = [module.weight, module.bias]
     if config.init != "pretrained":
-        for tensor in (layer.weight, layer.bias):
+        for tensor in kept:
             if tensor is not None:
                 vars(tensor).pop("_is_hf_initialized", None)  # transformers' mark of what is not to be drawn
     return layer.train(module.training)
@@ -347,12 +355,32 @@ def _resolved(modules: Mapping[str, nn.Module], config: NobleConfig) -> tuple[di
         return configs, []
     from .inputs import shared_groups
 
-    shapes = {name: linear_shape(module) for name, module in modules.items()}
+    shapes = {name: linear_shape(module) for name, module in modules.items() if not projections(module)}
     groups = shared_groups(shapes)
     for names in groups:
         rank = min(config.rank_of(*shapes[name]) for name in names)
         configs |= dict.fromkeys(names, replace(config, rank=rank, rank_ratio=None))
     return configs, groups
+
+
+def _roles(layer: Any, shape: tuple[int, int]) -> Iterator[tuple[str, Role]]:
+    """Yield the roles of a branch beside d_in -> d_out, by the ends of names."""
+    config: NobleConfig = layer.noble_config
+    ratio = min(shape) / config.rank_of(*shape)
+    yield "down", Role("noble.down")
+    yield "up", Role("noble.up", lr=ratio**config.up_lr_power)
+    yield "up_bias", Role("noble.up_bias", decay=False)
+    yield "fusion", Role("noble.fusion", decay=False)
+    for k in range(1, config.depth + 1):
+        yield f"mix{k}", Role("noble.mix", lr=ratio**config.mix_lr_power)
+        yield f"frequency{k}", Role("noble.frequency", lr=config.frequency_lr, decay=False)
+        yield f"phase{k}", Role("noble.phase", lr=config.phase_lr, decay=False)
+
+
+def _expert_flops(experts: nn.Module, config: NobleConfig) -> int:
+    """Return the forward FLOPs per token of branches beside the experts that a token goes through."""
+    products = sum(_products(*shape, config, True) for shape in linear_shapes(experts))
+    return 2 * (active_experts(experts) or 0) * products
 
 
 def _products(d_in: int, d_out: int, config: NobleConfig, has_down: bool) -> int:

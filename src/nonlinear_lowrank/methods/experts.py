@@ -1,0 +1,143 @@
+"""Experts that transformers holds as 3-D parameters (its `use_experts_implementation`): their shapes and their forward.
+
+In names of tensors S is tokens x experts of a token, sorted by expert; E is the number of experts, I is d_in, O d_out.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .matrix import linear_shape
+
+# Experts that a token goes through, in the module or its config.
+_ACTIVE = (
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "num_selected_experts"),
+    *("top_k", "moe_top_k", "moe_topk", "moe_k"),
+)
+Joined = Callable[[str, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(parameter's name, y_SO of the plain experts, x_SI, expert_S, ends_E) -> y_SO with a method's part in it."""
+
+
+class Projection(NamedTuple):
+    """One of the linears that each expert has."""
+
+    name: str
+    """The parameter: (E, d_out, d_in), or (E, d_in, d_out) where the experts are `is_transposed`."""
+    d_in: int
+    d_out: int
+    """Gate and up together where they are one parameter."""
+
+
+def projections(module: Any) -> list[Projection]:
+    """Return the linears of the experts that a module of transformers holds, in the order of use; else none."""
+    if not (hasattr(module, "is_transposed") and "down_proj" in module._parameters):
+        return []
+    found = []
+    for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
+        _, rows, columns = module._parameters[name].shape
+        found.append(Projection(name, *((rows, columns) if module.is_transposed else (columns, rows))))
+    return found
+
+
+def first_integer(sources: Iterable[Any], names: Iterable[str]) -> int | None:
+    """Return the first attribute of these names that is an integer, source by source; None where none is."""
+    values = (getattr(source, name, None) for source in sources for name in names)
+    return next((each for each in values if isinstance(each, int) and not isinstance(each, bool)), None)
+
+
+def active_experts(module: Any, *configs: Any) -> int | None:
+    """Return how many experts a token goes through; None where neither the module nor a config says it."""
+    return first_integer((module, getattr(module, "config", None), *configs), _ACTIVE)
+
+
+def grouped_product(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    """Return each row times the matrix of its expert, (S, O); `ends_E` (int32) is where the rows of each end."""
+    if _has_kernel(x_SI, weight_EIO):
+        return F.grouped_mm(x_SI, weight_EIO, offs=ends_E)
+    fallback: Any = torch.ops.transformers.grouped_mm_fallback
+    return cast(Tensor, fallback(x_SI, weight_EIO, ends_E))
+
+
+def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Return whether torch's `grouped_mm` takes these: types, strides of whole 16 bytes, devices."""
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return False
+    if torch.compiler.is_compiling() and x.dtype != torch.bfloat16:
+        return False
+    aligned = all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])
+    return aligned and (x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= (8, 0))
+
+
+def experts_forward(
+    module: Any, joined: Joined, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Return what transformers' experts return by its "grouped_mm", with a method's part in each projection.
+
+    Args:
+        module: the experts.
+        joined: see `Joined`.
+        hidden_states: (T, d).
+        top_k_index: (T, k), the experts of each token.
+        top_k_weights: (T, k).
+    """
+    (tokens, k), names = top_k_index.shape, [each.name for each in projections(module)]
+    expert_S, order_S = top_k_index.reshape(-1).sort()
+    numbers_E = torch.arange(module.num_experts, device=expert_S.device)
+    ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
+
+    def projected(name: str, x_SI: Tensor) -> Tensor:
+        weight = getattr(module, name)
+        x_SI = x_SI.to(weight.dtype)  # grouped_mm knows no autocast
+        y_SO = grouped_product(x_SI, weight if module.is_transposed else weight.transpose(1, 2), ends_E)
+        if module.has_bias:
+            y_SO = y_SO + getattr(module, f"{name}_bias")[expert_S]
+        return joined(name, y_SO, x_SI, expert_S, ends_E)
+
+    z_SO = projected(names[0], hidden_states[order_S // k])
+    y_SO = projected(names[1], module._apply_gate(z_SO) if module.has_gate else module.act_fn(z_SO))
+    if module.has_post_expert_norm:
+        y_SO = module.post_expert_norm(y_SO)
+    y_SO = y_SO * top_k_weights.reshape(-1)[order_S, None]
+    back_S = torch.empty_like(order_S)
+    back_S[order_S] = torch.arange(len(order_S), device=order_S.device)
+    return y_SO[back_S].view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+
+
+class ExpertsLayer(nn.Module):
+    """Base of layers in place of experts; `in_place_of` makes one, a subclass of the experts' own class too.
+
+    So a model's init, plans and conversions know it as what it was, and its tensors keep their names.
+    """
+
+    @classmethod
+    def in_place_of(cls, plain: nn.Module) -> Any:
+        """Return a layer with the parameters and settings of these experts."""
+        layer = _rebuilt(cls, type(plain))
+        for name, value in vars(plain).items():
+            vars(layer)[name] = value.copy() if isinstance(value, dict) else value
+        vars(layer).pop("_is_hf_initialized", None)
+        return layer
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle by the two classes: the one they make together has no name to import."""
+        own, plain = type(self).__bases__
+        return _rebuilt, (own, plain), self.__getstate__()
+
+
+def _rebuilt(own: type, plain: type) -> Any:
+    together: Any = _class_of(own, plain)
+    return together.__new__(together)
+
+
+@functools.cache
+def _class_of(own: type, plain: type) -> type:
+    return type(f"{own.__name__}{plain.__name__}", (own, plain), {})
+
+
+def linear_shapes(module: nn.Module) -> list[tuple[int, int]]:
+    """Return (d_in, d_out) of a linear, or of each linear of an expert."""
+    return [(each.d_in, each.d_out) for each in projections(module)] or [linear_shape(module)]

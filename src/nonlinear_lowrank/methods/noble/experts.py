@@ -1,0 +1,180 @@
+"""NOBLE branches beside experts: for each expert and each of its linears, one of the formula of `layer.py`.
+
+Tensors of a projection P, "in" (gate and up, or up) or "out" (down), d_in -> d_out, of E experts; init, learning rate
+and decay are those of the same tensor in the table of `layer.py`, with fans of one expert.
+
+| tensor                | shape          |                                                |
+|-----------------------|----------------|------------------------------------------------|
+| noble_P_down          | (E, r, d_in)   | (r, d_in) with expert_down="shared"            |
+| noble_P_up            | (E, d_out, r)  |                                                |
+| noble_P_mix{k}        | (E, r, r)      |                                                |
+| noble_P_frequency{k}  | (E, r)         |                                                |
+| noble_P_phase{k}      | (E, r)         |                                                |
+| noble_P_up_bias       | (E, d_out)     | with up_bias only                              |
+| noble_P_fusion        | (E)            | with fusion="gated" only                       |
+
+An expert without tokens has no output and no gradient (zeros). Products are grouped by expert. Saved for backward: x, h
+and the bottleneck's output, r wide each; the rest is computed again.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import initialization as init
+
+from nonlinear_lowrank.methods.base import MultiplierLayer
+from nonlinear_lowrank.methods.experts import ExpertsLayer, Projection, experts_forward, grouped_product, projections
+
+from .config import NobleConfig
+from .op import activation_function, wide
+
+_ENDS = ("in", "out")
+
+
+class NobleExperts(MultiplierLayer, ExpertsLayer):
+    """Experts with branches: hidden states (T, d), experts (T, k) and weights (T, k) of each token -> (T, d).
+
+    The experts' own parameters keep their names; with `branch_enabled` off, forward is the experts'
+    own.
+
+    Source: noble.txt, section 3.1, equation (1), for every expert.
+    """
+
+    noble_config: NobleConfig
+    branch_enabled: bool
+    num_experts: int
+
+    @classmethod
+    def beside(cls, plain: nn.Module, config: NobleConfig) -> Any:
+        """Return the layer of these experts, branch tensors undrawn."""
+        layer = cls.in_place_of(plain)
+        layer.noble_config, layer.branch_enabled = config, True
+        like: Tensor = layer.down_proj
+        for name, shape in branch_shapes(plain, config).items():
+            layer.register_parameter(name, nn.Parameter(torch.empty(shape, device=like.device, dtype=like.dtype)))
+        return layer
+
+    def ends(self) -> Iterator[tuple[str, Projection]]:
+        """Yield "in" and "out" with their projections."""
+        yield from zip(_ENDS, projections(self), strict=True)
+
+    def reset_parameters(self) -> None:
+        """Draw the table; the experts' own tensors only from scratch."""
+        for _, each in self.ends() if self.noble_config.init != "pretrained" else ():
+            init.normal_(getattr(self, each.name), std=self.noble_config.dense_scale / each.d_in**0.5)
+            if (bias := getattr(self, f"{each.name}_bias", None)) is not None:
+                init.zeros_(bias)
+        self.reset_branch_parameters()
+
+    def reset_branch_parameters(self) -> None:
+        """Draw the branches' tensors only."""
+        config = self.noble_config
+        for end, each in self.ends():
+            r = config.rank_of(each.d_in, each.d_out)
+            init.normal_(self._own(end, "down"), std=each.d_in**-0.5)
+            for k in range(1, config.depth):
+                bound = (3 / r) ** 0.5  # Xavier's, of one r x r
+                init.uniform_(self._own(end, f"mix{k}"), -bound, bound)
+            for k in range(1, config.depth + 1) if config.activation == "cosine" else ():
+                init.uniform_(self._own(end, f"frequency{k}"), *config.frequency_range)
+                init.normal_(self._own(end, f"phase{k}"), std=config.phase_std)
+            for zero in ("up_bias", "fusion"):
+                if (tensor := getattr(self, f"noble_{end}_{zero}", None)) is not None:
+                    init.zeros_(tensor)
+        if config.init == "pretrained":
+            for end in _ENDS:
+                init.zeros_(self._own(end, "up"))
+        else:
+            self.draw_up()
+
+    def draw_up(self) -> None:
+        """Draw the up projections as in a model from scratch."""
+        for end in _ENDS:
+            up = self._own(end, "up")
+            init.normal_(up, std=self.noble_config.up_scale / up.shape[-1] ** 0.5)
+
+    def _own(self, end: str, name: str) -> Tensor:
+        tensor: Tensor = getattr(self, f"noble_{end}_{name}")
+        return tensor
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """See the class; by transformers' "grouped_mm", whichever the model's `experts_implementation` is."""
+        if not self.branch_enabled:
+            plain: Any = super()
+            output: Tensor = plain.forward(hidden_states, top_k_index, top_k_weights)
+            return output
+        ends = {each.name: end for end, each in self.ends()}
+
+        def joined(name: str, y_SO: Tensor, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
+            return self._joined(ends[name], y_SO, x_SI, expert_S, ends_E)
+
+        return experts_forward(self, joined, hidden_states, top_k_index, top_k_weights)
+
+    def _joined(self, end: str, y_SO: Tensor, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
+        config, down = self.noble_config, self._own(end, "down")
+        # Grouped products know no autocast: everything is in the type of the experts.
+        h_SR = F.linear(x_SI, down) if down.ndim == 2 else grouped_product(x_SI, down.transpose(1, 2), ends_E)
+        inner = [self._own(end, f"mix{k}") for k in range(1, config.depth)]
+        for vector in ("frequency", "phase") if config.activation == "cosine" else ():
+            inner += [self._own(end, f"{vector}{k}") for k in range(1, config.depth + 1)]
+        inputs: Any = (h_SR.to(y_SO.dtype), expert_S, ends_E, config.activation, *inner)
+        if torch.is_grad_enabled():
+            u_SR: Any = checkpoint(bottlenecks, *inputs, use_reentrant=False, preserve_rng_state=False)
+        else:
+            u_SR = bottlenecks(*inputs)
+        if config.dropout and self.training:
+            u_SR = F.dropout(u_SR, config.dropout)
+        added_SO = grouped_product(u_SR, self._own(end, "up").transpose(1, 2), ends_E)
+        if config.up_bias:
+            added_SO = added_SO + self._own(end, "up_bias")[expert_S]
+        if config.fusion == "gated":
+            gate_S1 = torch.sigmoid(self._own(end, "fusion"))[expert_S, None].to(y_SO.dtype)
+            y_SO = gate_S1 * y_SO + (1 - gate_S1) * added_SO
+        else:
+            y_SO = y_SO + added_SO
+        return y_SO if config.scale == 1 else y_SO * config.scale
+
+
+def branch_shapes(experts: Any, config: NobleConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of this file's table, for experts with or without branches."""
+    count: int = experts.num_experts
+    shapes: dict[str, tuple[int, ...]] = {}
+    for end, each in zip(_ENDS, projections(experts), strict=True):
+        r = config.rank_of(each.d_in, each.d_out)
+        own: dict[str, tuple[int, ...]] = {"down": (count, r, each.d_in), "up": (count, each.d_out, r)}
+        own |= {"down": (r, each.d_in)} if config.expert_down == "shared" else {}
+        own |= {f"mix{k}": (count, r, r) for k in range(1, config.depth)}
+        for k in range(1, config.depth + 1) if config.activation == "cosine" else ():
+            own |= {f"frequency{k}": (count, r), f"phase{k}": (count, r)}
+        own |= {"up_bias": (count, each.d_out)} if config.up_bias else {}
+        own |= {"fusion": (count,)} if config.fusion == "gated" else {}
+        shapes |= {f"noble_{end}_{name}": shape for name, shape in own.items()}
+    return shapes
+
+
+def bottlenecks(h_SR: Tensor, expert_S: Tensor, ends_E: Tensor, activation: str, *inner: Tensor) -> Tensor:
+    """Return `op.bottleneck` of every row with the tensors of its expert: (S, r) -> (S, r).
+
+    Args:
+        h_SR: rows sorted by expert.
+        expert_S: the expert of each.
+        ends_E: where the rows of each expert end, int32.
+        activation: one of `config.Activation`.
+        inner: n - 1 mixes (E, r, r), and for "cosine" n frequencies and n phases (E, r).
+    """
+    function, cosine = activation_function(activation), activation == "cosine"
+    depth = (len(inner) + 1) // 3 if cosine else len(inner) + 1
+    mixes, frequencies, phases = inner[: depth - 1], inner[depth - 1 : 2 * depth - 1], inner[2 * depth - 1 :]
+    u_SR = h_SR
+    for layer in range(depth):
+        if layer > 0:
+            u_SR = grouped_product(u_SR, mixes[layer - 1].transpose(1, 2), ends_E)
+        z_SR = wide(u_SR)
+        if cosine:
+            z_SR = torch.addcmul(wide(phases[layer])[expert_S], z_SR, wide(frequencies[layer])[expert_S])
+        u_SR = function(z_SR).to(h_SR.dtype)
+    return u_SR

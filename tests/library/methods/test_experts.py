@@ -1,0 +1,199 @@
+"""Branches beside experts that transformers holds as 3-D parameters."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+import nonlinear_lowrank as nlr
+from family_checks import enlarge_branches, outputs, same
+from family_helpers import FAMILIES
+from nonlinear_lowrank import NobleConfig, UserError
+from nonlinear_lowrank.analysis.cost import model_cost
+from nonlinear_lowrank.methods.noble.experts import NobleExperts
+from nonlinear_lowrank.methods.noble.op import Branch, noble_linear_reference
+
+EXPERTS, WIDTH, HIDDEN, TOKENS, K = 4, 16, 24, 20, 2
+CONFIGS = {
+    "cosnet": NobleConfig(rank=4),
+    "shared down": NobleConfig(rank=4, expert_down="shared"),
+    "depth 3": NobleConfig(rank_ratio=0.25, depth=3, up_bias=True),
+    "gated": NobleConfig(rank=4, activation="silu", depth=1, fusion="gated", up_bias=True, output_scale=1.5),
+}
+every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+LAYOUTS = ("mixtral", "gpt_oss", "nemotron_h")  # gated; transposed, interleaved and with biases; without a gate
+
+
+def _sizes(**others):
+    return MixtralConfig(
+        hidden_size=WIDTH, intermediate_size=HIDDEN, num_local_experts=EXPERTS, num_experts_per_tok=K, **others
+    )
+
+
+def _layer(config, dtype=torch.float64):
+    sizes = _sizes()
+    sizes._experts_implementation = "grouped_mm"
+    layer = NobleExperts.beside(MixtralExperts(sizes).to(dtype), config)
+    layer.reset_parameters()
+    with torch.no_grad():
+        for name, value in layer.named_parameters():
+            if name.endswith(("_up", "bias", "fusion")):
+                value.normal_(std=0.5)
+    return layer
+
+
+def _routing(experts=EXPERTS):
+    index = torch.stack([torch.randperm(experts)[:K] for _ in range(TOKENS)])
+    return index, torch.rand(TOKENS, K, dtype=torch.float64)
+
+
+def _of_expert(layer, end, e, x, weight):
+    """Return one projection of one expert by the plain formula."""
+    own = {name.removeprefix(f"noble_{end}_"): value for name, value in layer.named_parameters() if end in name}
+    one = {name: value if name == "down" and value.ndim == 2 else value[e] for name, value in own.items()}
+    config, count = layer.noble_config, range(1, layer.noble_config.depth + 1)
+    vectors = count if config.activation == "cosine" else ()
+    branch = Branch(
+        one["down"], one["up"], [one[f"mix{k}"] for k in count[:-1]], [one[f"frequency{k}"] for k in vectors],
+        [one[f"phase{k}"] for k in vectors], config.activation,
+    )  # fmt: skip
+    added, y = noble_linear_reference(x, None, None, branch), F.linear(x, weight)
+    added = added + one["up_bias"] if config.up_bias else added
+    if config.fusion == "gated":
+        gate = torch.sigmoid(one["fusion"])
+        return config.scale * (gate * y + (1 - gate) * added)
+    return config.scale * (y + added)
+
+
+def _reference(layer, x, index, weights):
+    """Return the experts' output token by token."""
+    rows = []
+    for token, experts, shares in zip(x, index.tolist(), weights, strict=True):
+        row = torch.zeros_like(token)
+        for e, share in zip(experts, shares, strict=True):
+            gate, up = _of_expert(layer, "in", e, token, layer.gate_up_proj[e]).chunk(2)
+            row = row + share * _of_expert(layer, "out", e, F.silu(gate) * up, layer.down_proj[e])
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@every_config
+def test_experts_are_the_formula_of_each_expert(config):
+    layer, (index, weights) = _layer(config), _routing()
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    inputs = [x, *layer.parameters()]
+    found, wanted = layer(x, index, weights), _reference(layer, x, index, weights)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    dy = torch.randn_like(found)
+    gradients = [torch.autograd.grad(each, inputs, dy) for each in (found, wanted)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_config
+def test_experts_in_low_precision_err_as_the_formula_does(config, dtype):
+    layer, (index, weights) = _layer(config), _routing()
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
+    exact = _reference(layer, x, index, weights)
+    low = copy.deepcopy(layer).to(dtype)
+    x, weights = x.to(dtype), weights.to(dtype)
+    errors = [(each - exact).abs().max() for each in (low(x, index, weights), _reference(low, x, index, weights))]
+    assert errors[0] <= 2 * errors[1] + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_branches_that_start_at_zero_leave_a_model_to_the_bit(name, dtype):
+    model = FAMILIES[name].build().to(dtype)
+    inputs = FAMILIES[name].inputs(model)
+    before = outputs(model, inputs)
+    nlr.augment(model, NobleConfig(rank=4, init="pretrained"), include=r".*experts", verbose=False)
+    assert same(outputs(model, inputs), before)
+    enlarge_branches(model)
+    assert not same(outputs(model, inputs), before)
+    with nlr.branches_disabled(model):
+        assert same(outputs(model, inputs), before)
+
+
+def test_an_expert_without_tokens_gets_no_gradient():
+    layer, (index, weights) = _layer(CONFIGS["cosnet"]), _routing(EXPERTS - 1)
+    layer(torch.randn(TOKENS, WIDTH, dtype=torch.float64), index, weights).square().sum().backward()
+    for name, value in layer.named_parameters():
+        assert not value.grad[-1].any(), name
+        assert value.grad[:-1].flatten(1).any(1).all(), name
+
+
+def test_init_and_learning_rates_follow_the_table_of_one_linear():
+    sizes = MixtralConfig(hidden_size=128, intermediate_size=256, num_local_experts=3, vocab_size=64,
+                          num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(sizes)
+    nlr.augment(model, NobleConfig(rank=32), verbose=False)
+    experts, roles = model.model.layers[0].mlp.experts, {}
+    for group in nlr.param_groups(model, lr=1.0, weight_decay=0.1, verbose=False):
+        for name, _ in group["params"]:
+            roles[name.rpartition(".")[2] if "experts" in name else name] = group["lr"], group["weight_decay"]
+    for end, dense, d_in in (("in", "gate_up_proj", 128), ("out", "down_proj", 256)):
+        wanted = {"down": d_in**-0.5, "up": 0.01 / 32**0.5, "mix1": 32**-0.5}
+        wanted = {f"noble_{end}_{part}": std for part, std in wanted.items()} | {dense: 0.5 / d_in**0.5}
+        wanted |= {f"noble_{end}_frequency1": 0.4 / 12**0.5, f"noble_{end}_phase2": 0.1}
+        for name, std in wanted.items():
+            value = getattr(experts, name)
+            assert value.std().item() == pytest.approx(std, rel=6 / (2 * value.numel()) ** 0.5), name
+        multipliers = {"down": 1, "up": 4**0.6, "mix1": 4**0.45, "frequency1": 3, "phase2": 5}
+        for part, lr in multipliers.items():
+            assert roles[f"noble_{end}_{part}"] == (pytest.approx(lr), 0.0 if lr in (3, 5) else 0.1)
+
+
+@every_config
+def test_counts_are_those_of_the_report_and_of_a_budget(config):
+    sizes = _sizes(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=64)
+    model = AutoModelForCausalLM.from_config(sizes)
+    before = sum(p.numel() for p in model.parameters())
+    report = nlr.augment(model, config, include=r".*experts", verbose=False)
+    assert report.parameters_added == sum(p.numel() for p in model.parameters()) - before
+    r = config.rank_of(WIDTH, 2 * HIDDEN)
+    products = r * (WIDTH + 2 * HIDDEN + HIDDEN + WIDTH) + 2 * (config.depth - 1) * r * r
+    assert report.flops_added == 2 * 2 * K * products
+    linears = [row.flops for row in model_cost(model, 1).rows if not row.name.endswith("self_attn")]
+    assert sum(linears) == report.flops_before + report.flops_added
+    small = AutoModelForCausalLM.from_config(sizes)
+    within = nlr.augment(small, config, budget="20%", verbose=False)
+    assert 0.1 * before < within.parameters_added <= 0.2 * before
+
+
+def test_an_augmented_mixture_is_copied_pickled_compiled_and_checkpointed():
+    sizes = _sizes(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=64)
+    model = AutoModelForCausalLM.from_config(sizes)
+    nlr.augment(model, NobleConfig(rank=4), verbose=False)
+    enlarge_branches(model)
+    ids = torch.randint(64, (2, 8))
+    logits = model(ids).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(ids).logits, logits)
+    model.loss_function(logits, ids, vocab_size=64).backward()
+    plain = {name: value.grad for name, value in model.named_parameters()}
+    model.zero_grad()
+    model.activation_checkpointing_enable()
+    model.train()(ids, labels=ids).loss.backward()
+    for name, value in model.named_parameters():
+        assert torch.equal(value.grad, plain[name]), name
+    experts = model.model.layers[0].mlp.experts
+    x, (index, weights) = torch.randn(TOKENS, WIDTH), _routing()
+    weights = weights.float()
+    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, index, weights), experts(x, index, weights))
+
+
+def test_experts_that_cannot_have_a_branch_are_refused_by_name():
+    model = FAMILIES["mixtral"].build()
+    model.model.layers[0].mlp.experts.down_proj.requires_grad_(False)
+    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.experts is frozen; unfreeze it"):
+        nlr.augment(model, NobleConfig(rank=4))
+    with pytest.raises(UserError, match=r"nothing to swap .*rank 500 is not low for 32 -> 96"):
+        nlr.augment(FAMILIES["mixtral"].build(), NobleConfig(rank=500))
+    with pytest.raises(UserError, match="unknown expert_down 'all'; choose one of own, shared"):
+        NobleConfig(expert_down="all")
