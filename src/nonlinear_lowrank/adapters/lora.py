@@ -9,22 +9,20 @@ name, in float32, with one rounding at the end. Hence unmerging is bit-equal, an
 merge([A, B]).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate.utils import align_module_device
 from peft.tuners import lora
-from peft.tuners.tuners_utils import check_adapters_to_merge
-from peft.utils.quantization_utils import QuantizationBackend
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Role
 from nonlinear_lowrank.ops.precision import wide_dtype
 
-from .quantized import Kept, backend_of, keep_unpacked, unpack
+from .quantized import Kept, unpack
 from .weights import AdapterLayer
 
 _WHATS = {
@@ -39,7 +37,7 @@ class LoraLayer(AdapterLayer):
     weight_name: str = "weight"
     """Name of the parameter that is adapted, in the base module."""
     _kept: Kept | None = None
-    _kept_bias: Tensor | None = None
+    _kept_bias: Kept | None = None
     r: dict[str, int]
     scaling: dict[str, float]
     lora_A: Any
@@ -60,21 +58,9 @@ class LoraLayer(AdapterLayer):
     def __init__(
         self, base_layer: nn.Module, *args: Any, quantization: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        backend = None if quantization is None else backend_of(base_layer, quantization)
-        if backend is not None:
-            keep_unpacked(base_layer)
-        self.quantization_backend: QuantizationBackend | None = backend
+        if quantization is not None:
+            self.set_quantization(base_layer, quantization)
         super().__init__(base_layer, *args, **kwargs)
-
-    def present(self, names: Sequence[str]) -> list[str]:
-        """See `AdapterLayer`."""
-        return sorted(name for name in names if name in self.r)
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Call the module with its adapters, see `AdapterLayer`."""
-        if self.quantization_backend is not None and torch.is_grad_enabled():
-            unpack(self.get_base_layer())  # or its gradient with respect to x is lost
-        return super().forward(x, *args, **kwargs)
 
     def original_weight(self) -> Tensor:
         """Return the weight without adapters, dequantized, in its own layout."""
@@ -115,68 +101,33 @@ class LoraLayer(AdapterLayer):
 
     # Merging.
 
-    @torch.no_grad()
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None, *, keep: bool = True) -> None:
-        """Put adapters, by default the active ones, into the base weight beside those that are merged already.
-
-        The original is kept until `unmerge`, unless the merge is never undone. With safe_merge the result is checked
-        first; UserError where it is not finite, or the base's format cannot be merged into; nothing is changed then.
-        """
-        names = self.present(check_adapters_to_merge(self, adapter_names))
-        if not names:
-            return
-        kept, merged = self._merged(names, copy_plain=keep, check=safe_merge)
+    def merging(self, names: Sequence[str], keep: bool) -> tuple[Sequence[Tensor], Callable[[], None]]:
+        """See `AdapterLayer`; a bias as well where an adapter trains one."""
         base: Any = self.get_base_layer()
-        together = sorted({*self.merged_adapters, *names})
-        if any(self.lora_bias[name] for name in together):
-            original = base.bias.detach().clone() if self._kept_bias is None else self._kept_bias
-            base.bias.copy_(self.with_bias(original, together))
-            self._kept_bias = original
-        kept.write(self, merged)
-        self._kept = kept if keep else None
-        self.merged_adapters = [*self.merged_adapters, *names]
-
-    @torch.no_grad()
-    def check_merge(self, adapter_names: list[str] | None) -> None:
-        """See `AdapterLayer`."""
-        wanted = self.active_adapters if adapter_names is None else adapter_names
-        if names := [name for name in self.present(wanted) if name not in self.merged_adapters]:
-            self._merged(names, copy_plain=False, check=True)
-
-    def _merged(self, names: Sequence[str], *, copy_plain: bool, check: bool) -> tuple[Kept, Tensor]:
-        """Return the original, and the weight with these adapters and those that are merged already."""
-        base = self.get_base_layer()
-        if any(self.lora_bias[name] for name in names) and getattr(base, "bias", None) is None:
+        biased = any(self.lora_bias[name] for name in names)
+        if biased and getattr(base, "bias", None) is None:
             raise UserError("an adapter with lora_bias=True cannot be merged into a layer without a bias")
-        kept = self._kept or Kept(base, self.quantization_backend, copy_plain, self.weight_name)
-        merged = self.merged_weight(kept.weight(), sorted({*self.merged_adapters, *names}))
-        biases = [self.lora_B[name].bias for name in names if self.lora_bias[name]]
-        if check and not all(each.isfinite().all() for each in (merged, *biases)):
-            raise UserError(
-                f"NaNs detected in the merged weights. The adapter {' or '.join(names)} seems to be broken: they are "
-                "not finite; none is merged"
-            )
-        return kept, merged
+        kept = self._kept or Kept(base, self.quantization_backend, keep, self.weight_name)
+        kept_bias = (self._kept_bias or Kept(base, None, name="bias")) if biased else None
+        weight = self.merged_weight(kept.weight(), names)
+        bias = None if kept_bias is None else self.with_bias(kept_bias.weight(), names)
+
+        def put() -> None:
+            kept.write(self, weight)
+            self._kept = kept if keep else None
+            if bias is not None:
+                base.bias.copy_(bias)
+                self._kept_bias = kept_bias
+
+        return [each for each in (weight, bias) if each is not None], put
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Put the original weight back, bit-equal; does nothing where nothing is merged."""
-        if self._kept is not None:
-            self._kept.restore(self.get_base_layer())
-        if self._kept_bias is not None:
-            base: Any = self.get_base_layer()
-            base.bias.copy_(self._kept_bias)
+        """See `AdapterLayer`."""
+        for kept in (self._kept, self._kept_bias):
+            if kept is not None:
+                kept.restore(self.get_base_layer())
         self._kept, self._kept_bias, self.merged_adapters = None, None, []
-
-    def unload_and_optionally_merge_module(
-        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
-    ) -> nn.Module:
-        """Return the base module, with the adapters in it or as it was; peft calls it. No original is kept."""
-        if merge:
-            self.merge(safe_merge, adapter_names, keep=False)
-        else:
-            self.unmerge()
-        return self.get_base_layer()
 
 
 class LoraLinear(LoraLayer, lora.Linear):

@@ -20,11 +20,11 @@ Whatever a module stores, a method sees one matrix (d_out, d_in): the weight of 
 1x1 kernel without its last two dimensions, an embedding's table as it is (d_out = number of rows).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -55,20 +55,23 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
 
     base_layer: Any
 
-    def present(self, names: Sequence[str]) -> list[str]:
-        """Return those of the adapters that this module has, sorted."""
-        raise NotImplementedError
-
     def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
         """Return the module's output with these adapters (at least one, each present, sorted)."""
         raise NotImplementedError
 
-    def unmerge(self) -> None:
-        """Take every merged adapter out again."""
+    def merging(self, names: Sequence[str], keep: bool) -> tuple[Sequence[Tensor], Callable[[], None]]:
+        """Return the base's tensors with these adapters in them, and the step that puts them there.
+
+        `names` are sorted, each present; without `keep` the merge is never undone.
+        """
         raise NotImplementedError
 
-    def check_merge(self, adapter_names: list[str] | None) -> None:
-        """Raise UserError where merging these adapters would give anything not finite; changes nothing."""
+    def unmerge(self) -> None:
+        """Put the base back as it was, to the bit; do nothing where nothing is merged."""
+
+    def present(self, names: Sequence[str]) -> list[str]:
+        """Return those of the adapters that this module has, sorted."""
+        return sorted(name for name in names if any(name in getattr(self, each) for each in self.adapter_layer_names))
 
     def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
         """Call the base module, on x with its batch first, with the active adapters.
@@ -76,6 +79,8 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
         `adapter_names` has one adapter a row of x, or "__base__" for none, instead; UserError where they do not fit x,
         or adapters are merged.
         """
+        if self.quantization_backend is not None and torch.is_grad_enabled():
+            unpack(self.get_base_layer())  # or its gradient with respect to x is lost
         if self.disable_adapters and self.merged:
             self.unmerge()
         if adapter_names is not None and not self.disable_adapters:
@@ -104,6 +109,52 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
         ]
         order = torch.tensor([row for indices in rows.values() for row in indices])
         return torch.cat(parts)[order.argsort().to(x.device)]
+
+    def set_quantization(self, base: nn.Module, model_options: Mapping[str, Any]) -> None:
+        """Take peft's backend for the base, by the model's `get_quantization_kwargs`."""
+        self.quantization_backend = backend_of(base, model_options)
+        if self.quantization_backend is not None:
+            keep_unpacked(base)
+
+    # Merging.
+
+    @torch.no_grad()
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None, *, keep: bool = True) -> None:
+        """Put adapters, by default the active ones, into the base beside those that are merged already.
+
+        Raises:
+            UserError: the base or the adapters cannot be merged, or with safe_merge give anything not finite; nothing
+                is changed then.
+        """
+        if names := self.present(check_adapters_to_merge(self, adapter_names)):
+            self._checked_merging(names, check=safe_merge, keep=keep)()
+            self.merged_adapters = [*self.merged_adapters, *names]
+
+    @torch.no_grad()
+    def check_merge(self, adapter_names: list[str] | None) -> None:
+        """Raise UserError where `merge` with safe_merge would; changes nothing."""
+        wanted = self.active_adapters if adapter_names is None else adapter_names
+        if names := [name for name in self.present(wanted) if name not in self.merged_adapters]:
+            self._checked_merging(names, check=True, keep=False)
+
+    def _checked_merging(self, names: Sequence[str], *, check: bool, keep: bool) -> Callable[[], None]:
+        tensors, put = self.merging(sorted({*self.merged_adapters, *names}), keep)
+        if check and not all(each.isfinite().all() for each in tensors):
+            raise UserError(
+                f"NaNs detected in the merged weights. The adapter {' or '.join(names)} seems to be broken: the sum is "
+                "not finite; none is merged"
+            )
+        return put
+
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
+    ) -> nn.Module:
+        """Return the base module, with the adapters in it or as it was; peft calls it. No original is kept."""
+        if merge:
+            self.merge(safe_merge, adapter_names, keep=False)
+        else:
+            self.unmerge()
+        return self.get_base_layer()
 
     def __repr__(self) -> str:
         return f"nlr.{super().__repr__()}"
@@ -145,10 +196,6 @@ class TensorLayer(AdapterLayer):
         """Return learning-rate roles of an adapter's tensors, by ModuleDict; others have no multipliers."""
         return {}
 
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Put adapters into the base module; raises where a method cannot."""
-        raise NotImplementedError
-
     # What it gets.
 
     def original(self) -> nn.Module:
@@ -165,26 +212,18 @@ class TensorLayer(AdapterLayer):
 
     def parameter(self, *shape: int) -> AdapterTensor:
         """Return an undrawn tensor on the base's device, in its type if that is a common float type, else float32."""
-        device, dtype = self._get_base_layer_device_and_dtype(self.get_base_layer())
+        device, _ = self._get_base_layer_device_and_dtype(self.get_base_layer())
+        _, dtype = super()._get_base_layer_device_and_dtype(self.get_base_layer())
         dtype = dtype if dtype in _FLOATS else torch.float32
         return AdapterTensor(nn.Parameter(torch.empty(*shape, device=device, dtype=dtype)))
-
-    def present(self, names: Sequence[str]) -> list[str]:
-        """Return those of the adapters that this module has, sorted."""
-        return sorted(name for name in names if name in self.configs)
 
     def parameter_roles(self) -> dict[str, Role]:
         """Return learning-rate roles by the tensors' names in this module; `param_groups` asks for them."""
         return {f"{tensor}.{name}.weight": role for name in self.configs for tensor, role in self.roles(name).items()}
 
-    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        """Move the tensors as peft does, but keep the objects, their types and `requires_grad`."""
-        if device is None:
-            device, _ = self._get_base_layer_device_and_dtype(self.get_base_layer())
-        for name in self.adapter_layer_names:
-            tensors = getattr(self, name)
-            if device is not None and adapter_name in tensors and not tensors[adapter_name].weight.is_meta:
-                tensors[adapter_name].to(device)
+    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[Any, Any]:
+        # No type: peft casts the tensors to it when they are loaded.
+        return super()._get_base_layer_device_and_dtype(base_layer)[0], None
 
 
 class WeightLayer(TensorLayer):
@@ -199,19 +238,11 @@ class WeightLayer(TensorLayer):
         assert isinstance(matrix, Matrix)
         self.matrix = matrix
         self.d_out, self.d_in = matrix.d_out, matrix.d_in
-        self.quantization_backend = backend_of(base_layer, quantization)
-        if self.quantization_backend is not None:
-            keep_unpacked(base_layer)
+        self.set_quantization(base_layer, quantization)
         # Read by code that expects the plain module.
         for name in ("in_features", "out_features", "num_embeddings", "embedding_dim", "nf", "nx"):
             if hasattr(base_layer, name):
                 setattr(self, name, getattr(base_layer, name))
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Call the module with its adapters, see `AdapterLayer`."""
-        if self.quantization_backend is not None and torch.is_grad_enabled():
-            unpack(self.get_base_layer())  # or its gradient with respect to x is lost
-        return super().forward(x, *args, **kwargs)
 
     def base_matrix(self) -> Tensor:
         """Return the matrix (d_out, d_in) of a plain base, a view of its weight."""

@@ -85,6 +85,16 @@ class NobleAdapterConfig(AdapterConfig):
         check_integer(where, value, minimum=1)
 
 
+class MergeError(UserError, NotImplementedError):
+    """Error of a merge that there cannot be; the class by which peft's own methods refuse one too."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a NOBLE adapter cannot be merged: its branch is not linear in the input, so no weight can take it in; "
+            "keep it as an adapter (PeftModel.from_pretrained), or drop it with unload()"
+        )
+
+
 class NobleAdapterLinear(WeightLayer):
     """A frozen linear (nn.Linear, Conv1D, quantized ones) with NOBLE branches: (..., d_in) -> (..., d_out)."""
 
@@ -162,17 +172,9 @@ class NobleAdapterLinear(WeightLayer):
             roles["nlr_noble_phase"] = Role("noble.phase", lr=config.phase_lr, decay=False)
         return roles
 
-    def merge(self, *args: Any, **kwargs: Any) -> None:
-        """Raise UserError."""
-        _refuse_merge()
-
-    def unload_and_optionally_merge_module(
-        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
-    ) -> nn.Module:
-        """Return the base module as it was; raise UserError if asked to merge."""
-        if merge:
-            _refuse_merge()
-        return self.get_base_layer()
+    def merging(self, names: Sequence[str], keep: bool) -> Any:
+        """Raise MergeError."""
+        raise MergeError
 
 
 class NobleAdapterConv2d(NobleAdapterLinear):
@@ -214,15 +216,4 @@ class NobleAdapterModel(AdapterModel):
             )
 
     def _check_merge_allowed(self) -> None:
-        _refuse_merge()
-
-
-class MergeError(UserError, NotImplementedError):
-    """Error of a merge that there cannot be; the class by which peft's own methods refuse one too."""
-
-
-def _refuse_merge() -> None:
-    raise MergeError(
-        "a NOBLE adapter cannot be merged: its branch is not linear in the input, so no weight can take it in; keep it "
-        "as an adapter (PeftModel.from_pretrained), or drop it with unload()"
-    )
+        raise MergeError

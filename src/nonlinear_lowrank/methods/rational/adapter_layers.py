@@ -31,7 +31,6 @@ from typing import Any, ClassVar, Literal, Self, get_args
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig
-from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
 from nonlinear_lowrank.adapters.config import AdapterConfig
@@ -434,69 +433,33 @@ class NoraActivation(TensorLayer):
 
     # Merging.
 
-    @torch.no_grad()
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Put a rational activation with the shifts of adapters in its coefficients in the activation's place.
+    def merging(self, names: Sequence[str], keep: bool) -> tuple[Sequence[Tensor], Callable[[], None]]:
+        """See `AdapterLayer`; a rational activation takes the activation's place."""
+        values = self.coefficients(names)
 
-        Raises:
-            UserError: not finite, or adapters that shift different functions. Nothing is changed then.
-        """
-        names = self.present(check_adapters_to_merge(self, adapter_names))
-        if not names:
-            return
-        merged = self._merged(names, check=safe_merge)
-        self._original = self._original or (self.base_layer,)
-        self.base_layer = merged
-        self.merged_adapters = [*self.merged_adapters, *names]
+        def put() -> None:
+            settings = replace(self.rational(names[0]), groups=len(values[0]))
+            layer = RationalActivation(settings, device=values[0].device).train(self.training)
+            for side, tensor, base in zip(_SIDES, values, self._anchor(names[0]) or (None, None), strict=True):
+                getattr(layer, f"rational_{side}").data = tensor.detach().clone()
+                if base is not None:
+                    setattr(layer, f"rational_base_{side}", base.to(tensor.device, copy=True))
+            self._original = self._original or (self.base_layer,)
+            self.base_layer = layer.requires_grad_(False)
 
-    @torch.no_grad()
-    def check_merge(self, adapter_names: list[str] | None) -> None:
-        """See `AdapterLayer`."""
-        wanted = self.active_adapters if adapter_names is None else adapter_names
-        names = [name for name in self.present(wanted) if name not in self.merged_adapters]
-        if names:
-            self._merged(names, check=True)
+        return values, put
 
-    def _merged(self, names: Sequence[str], check: bool) -> RationalActivation:
-        together = sorted({*self.merged_adapters, *names})
-        values = self.coefficients(together)
-        if check and not all(each.isfinite().all() for each in values):
-            raise UserError(
-                f"NaNs detected in the merged weights. The adapter {' or '.join(names)} seems to be broken: its "
-                "coefficients are not finite; none is merged"
-            )
-        settings = replace(self.rational(together[0]), groups=len(values[0]))
-        layer = RationalActivation(settings, device=values[0].device).train(self.training)
-        for side, tensor, base in zip(_SIDES, values, self._anchor(together[0]) or (None, None), strict=True):
-            getattr(layer, f"rational_{side}").data = tensor.detach().clone()
-            if base is not None:
-                setattr(layer, f"rational_base_{side}", base.to(tensor.device, copy=True))
-        return layer.requires_grad_(False)
-
-    @torch.no_grad()
     def unmerge(self) -> None:
-        """Put the activation back as it was; do nothing where nothing is merged."""
+        """See `AdapterLayer`."""
         if self._original:
             self.base_layer = self._original[0]
         self._original, self.merged_adapters = (), []
 
-    @torch.no_grad()
-    def unload_and_optionally_merge_module(
-        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
-    ) -> nn.Module:
-        """Return the activation, with the adapters in it or as it was; peft calls it."""
-        if merge:
-            self.merge(safe_merge, adapter_names)
-        else:
-            self.unmerge()
-        return self.base_layer
-
     # Devices: an activation has no weight to tell its own.
 
-    def _get_base_layer_device_and_dtype(self, base_layer: Any) -> tuple[torch.device, torch.dtype]:
+    def _get_base_layer_device_and_dtype(self, base_layer: Any) -> tuple[Any, Any]:
         weight = getattr(self._neighbour[0], "weight", None)
-        device = weight.device if isinstance(weight, Tensor) else torch.get_default_device()
-        return device, torch.float32
+        return (weight.device if isinstance(weight, Tensor) else torch.get_default_device()), None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # A coefficient that is rounded to 16 bits moves R by more than the error of a fit.
