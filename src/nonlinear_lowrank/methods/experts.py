@@ -18,8 +18,8 @@ _ACTIVE = (
     *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "num_selected_experts"),
     *("top_k", "moe_top_k", "moe_topk", "moe_k"),
 )
-Joined = Callable[[str, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(parameter's name, y_SO of the plain experts, x_SI, expert_S, ends_E) -> y_SO with a method's part in it."""
+Linear = Callable[[str, Tensor, Tensor, Tensor], Tensor]
+"""(parameter's name, x_SI, expert_S, ends_E) -> the experts' products with this parameter, (S, O)."""
 
 
 class Projection(NamedTuple):
@@ -72,33 +72,32 @@ def _has_kernel(x: Tensor, weight: Tensor) -> bool:
     return aligned and (x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) >= (8, 0))
 
 
+def plain_linear(module: Any, name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
+    """Return the plain experts' `Linear`."""
+    weight = getattr(module, name)
+    x_SI = x_SI.to(weight.dtype)  # grouped_mm knows no autocast
+    y_SO = grouped_product(x_SI, weight if module.is_transposed else weight.transpose(1, 2), ends_E)
+    return y_SO + getattr(module, f"{name}_bias")[expert_S] if module.has_bias else y_SO
+
+
 def experts_forward(
-    module: Any, joined: Joined, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    module: Any, linear: Linear, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Return what transformers' experts return by its "grouped_mm", with a method's part in each projection.
+    """Return what transformers' experts return by its "grouped_mm", with a method's products.
 
     Args:
         module: the experts.
-        joined: see `Joined`.
+        linear: see `Linear`.
         hidden_states: (T, d).
         top_k_index: (T, k), the experts of each token.
         top_k_weights: (T, k).
     """
-    (tokens, k), names = top_k_index.shape, [each.name for each in projections(module)]
+    (tokens, k), (first, second) = top_k_index.shape, projections(module)
     expert_S, order_S = top_k_index.reshape(-1).sort()
     numbers_E = torch.arange(module.num_experts, device=expert_S.device)
     ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
-
-    def projected(name: str, x_SI: Tensor) -> Tensor:
-        weight = getattr(module, name)
-        x_SI = x_SI.to(weight.dtype)  # grouped_mm knows no autocast
-        y_SO = grouped_product(x_SI, weight if module.is_transposed else weight.transpose(1, 2), ends_E)
-        if module.has_bias:
-            y_SO = y_SO + getattr(module, f"{name}_bias")[expert_S]
-        return joined(name, y_SO, x_SI, expert_S, ends_E)
-
-    z_SO = projected(names[0], hidden_states[order_S // k])
-    y_SO = projected(names[1], module._apply_gate(z_SO) if module.has_gate else module.act_fn(z_SO))
+    z_SO = linear(first.name, hidden_states[order_S // k], expert_S, ends_E)
+    y_SO = linear(second.name, module._apply_gate(z_SO) if module.has_gate else module.act_fn(z_SO), expert_S, ends_E)
     if module.has_post_expert_norm:
         y_SO = module.post_expert_norm(y_SO)
     y_SO = y_SO * top_k_weights.reshape(-1)[order_S, None]

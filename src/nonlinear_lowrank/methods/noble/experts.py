@@ -27,7 +27,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 
 from nonlinear_lowrank.methods.base import MultiplierLayer
-from nonlinear_lowrank.methods.experts import ExpertsLayer, Projection, experts_forward, grouped_product, projections
+from nonlinear_lowrank.methods.experts import (
+    ExpertsLayer,
+    Projection,
+    experts_forward,
+    grouped_product,
+    plain_linear,
+    projections,
+)
 
 from .config import NobleConfig
 from .op import activation_function, wide
@@ -109,10 +116,11 @@ class NobleExperts(MultiplierLayer, ExpertsLayer):
             return output
         ends = {each.name: end for end, each in self.ends()}
 
-        def joined(name: str, y_SO: Tensor, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
-            return self._joined(ends[name], y_SO, x_SI, expert_S, ends_E)
+        def linear(name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
+            y_SO = plain_linear(self, name, x_SI, expert_S, ends_E)
+            return self._joined(ends[name], y_SO, x_SI.to(y_SO.dtype), expert_S, ends_E)
 
-        return experts_forward(self, joined, hidden_states, top_k_index, top_k_weights)
+        return experts_forward(self, linear, hidden_states, top_k_index, top_k_weights)
 
     def _joined(self, end: str, y_SO: Tensor, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
         config, down = self.noble_config, self._own(end, "down")
