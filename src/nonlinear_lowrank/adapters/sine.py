@@ -13,11 +13,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from peft.tuners import lora
-from peft.tuners.lora.layer import LoraVariant
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
 from nonlinear_lowrank.ops.derivatives import transformed
 from nonlinear_lowrank.ops.precision import autocast_input
 from nonlinear_lowrank.ops.sine import (
@@ -33,20 +33,11 @@ from .lora import LoraLayer, read_parameter
 from .weights import AdapterTensor, is_plain
 
 
-class SineVariant(LoraVariant):
-    """peft's hook into the making of a layer, by which omega and gain reach it."""
-
-    @staticmethod
-    def init(module: Any, adapter_name: str, config: Any, **_: Any) -> None:  # type: ignore[override]
-        """Take an adapter's settings that LoRA has not, and draw its tensors."""
-        module.start(adapter_name, config)
-
-
 class SineLayer(LoraLayer):
     """The sine of the factors' product as the delta; subclasses say where the weight is used."""
 
     other_param_names: tuple[str, ...] = (*lora.LoraLayer.other_param_names, "omega", "gain", "cached")
-    lora_variants: ClassVar[Mapping[Any, Any]] = {(): SineVariant, ("use_dora",): SineVariant}
+    lora_variants: ClassVar[Mapping[Any, Any]] = {(): None, ("use_dora",): None}
     lora_magnitude_vector: Any
     role = "sine_lora"
 
@@ -55,6 +46,12 @@ class SineLayer(LoraLayer):
         self.gain: dict[str, float | None] = {}
         self.cached: dict[str, int] = {}
         super().__init__(*args, **kwargs)
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: Any, config: Any, **kwargs: Any) -> None:
+        """Add an adapter as peft does, and start it."""
+        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)  # type: ignore[misc]
+        self.start(adapter_name, config)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)  # of the magnitude too
 
     @torch.no_grad()
     def start(self, name: str, config: Any) -> None:
@@ -133,9 +130,9 @@ class _Formed(NamedTuple):
 
     weight: Tensor
     tensors: list[Tensor]
-    versions: list[int]
+    stamp: list[Any]
+    """The tensors' identities and versions, and the settings."""
     copies: list[Tensor]
-    settings: list[Any]
 
 
 class _ProductLayer(SineLayer):
@@ -164,31 +161,20 @@ class _ProductLayer(SineLayer):
         Writes that autograd counts are seen, and those past it (`.data`) to an adapter on the CPU; saving, loading and
         moving the module, and a call with gradients, also drop what was kept.
         """
-        key = tuple(names)
-        tensors = [self.base_layer.weight]
-        for name in names:
-            up, down, magnitude = self.lora_B[name], self.lora_A[name], name in self.lora_magnitude_vector
-            tensors += [up.weight, down.weight, *([self.lora_magnitude_vector[name].weight] if magnitude else [])]
-        settings = [each[name] for each in (self.omega, self.gain, self.scaling) for name in names]
-        if (known := self._formed.get(key)) is not None:
-            same = all(now is then for now, then in zip(tensors, known.tensors, strict=True))
-            same = same and settings == known.settings
-            if (
-                same
-                and [each._version for each in tensors] == known.versions
-                and all(
-                    now.data_ptr() == then.data_ptr() if then.is_cuda else torch.equal(now, then)
-                    for now, then in zip(tensors[1:], known.copies, strict=True)
-                )
-            ):
-                return known.weight
-        weight = self.merged_weight(tensors[0], names)
-        copies = [each.detach() if each.is_cuda else each.detach().clone() for each in tensors[1:]]
-        self._formed.pop(key, None)
-        while len(self._formed) >= max(self.cached[name] for name in names):
-            del self._formed[next(iter(self._formed))]
-        self._formed[key] = _Formed(weight, tensors, [each._version for each in tensors], copies, settings)
-        return weight
+        key, held = tuple(names), (self.lora_B, self.lora_A, self.lora_magnitude_vector)
+        tensors = [self.base_layer.weight, *(each[name].weight for name in names for each in held if name in each)]
+        stamp: list[Any] = [(id(each), each._version) for each in tensors]
+        stamp += [each[name] for each in (self.omega, self.gain, self.scaling) for name in names]
+        known = self._formed.get(key)
+        if known is None or known.stamp != stamp or not all(map(_unwritten, tensors[1:], known.copies)):
+            weight = self.merged_weight(tensors[0], names)
+            copies = [each.detach() if each.is_cuda else each.detach().clone() for each in tensors[1:]]
+            known = _Formed(weight, tensors, stamp, copies)
+            self._formed.pop(key, None)
+            while len(self._formed) >= max(self.cached[name] for name in names):
+                del self._formed[next(iter(self._formed))]
+            self._formed[key] = known
+        return known.weight
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._formed.clear()  # peft's hotswap reads the state, and then writes to `.data`
@@ -236,6 +222,10 @@ class _ProductLayer(SineLayer):
         return self.dense_weight() if self.quantization_backend is None else self.original_weight
 
 
+def _unwritten(now: Tensor, then: Tensor) -> bool:
+    return now.data_ptr() == then.data_ptr() if then.is_cuda else torch.equal(now, then)
+
+
 def cached_bytes(model: nn.Module) -> int:
     """Return the bytes of the weights with adapters in them that a model's layers keep in evaluation."""
     layers = [layer for layer in model.modules() if isinstance(layer, _ProductLayer)]
@@ -280,7 +270,7 @@ class _Convolution(_ProductLayer):
         """See `_ProductLayer`."""
         conv: Any = self.get_base_layer()
         factors = [self.factors(name) for name in names]
-        if self._is_linear:
+        if isinstance(matrix_of(conv), Matrix):
             return sine_layer(x, source, bias, factors, base=base, stride=conv.stride)
         weight = _sum(source, factors, base=base)
         return self.multiplied(x, weight if base else weight.unflatten(1, (-1, *conv.kernel_size)), bias)
@@ -301,18 +291,12 @@ class _Convolution(_ProductLayer):
         groups: Any = self.get_base_layer().groups
         return weight if groups == 1 else torch.block_diag(*weight.flatten(1).chunk(groups))
 
-    @property
-    def _is_linear(self) -> bool:
-        base: Any = self.get_base_layer()
-        plain = base.padding in ((0, 0), "valid", "same") and base.groups == 1
-        return isinstance(base, nn.Conv2d) and base.kernel_size == (1, 1) and plain
-
     def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
         """See `LoraLayer`; refuse groups, whose weight has not the delta's channels."""
         base: Any = self.get_base_layer()
         if base.groups > 1:
             raise UserError("an adapter on a convolution with groups cannot be merged; keep it as an adapter")
-        if self._is_linear:
+        if isinstance(matrix_of(base), Matrix):
             return super().merged_weight(weight, names)
         return _sum(weight, [self.factors(name) for name in names]).view_as(weight)
 
@@ -331,13 +315,6 @@ class SineConv3d(_Convolution, lora.layer.Conv3d):
 
 class _ParameterLayer(SineLayer):
     """Around a module that reads a parameter itself: it is called with the sum in the parameter's place."""
-
-    lora_variants: ClassVar[Mapping[Any, Any]] = {(): None}
-
-    def update_layer(self, adapter_name: str, r: int, lora_alpha: Any, config: Any, **kwargs: Any) -> None:
-        """Add an adapter as peft does, and start it: peft has no variants here."""
-        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)  # type: ignore[misc]
-        self.start(adapter_name, config)
 
     def sums(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return what to put in the place of which parameters of the base layer."""
