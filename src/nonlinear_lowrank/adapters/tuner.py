@@ -76,12 +76,8 @@ class CheckedTuner(BaseTuner):
         }
         if not found and not getattr(config, "target_parameters", None):
             have = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-            names = ("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save")
-            limits = "".join(f", {limit}={value!r}" for limit in names if (value := getattr(config, limit)))
-            raise NoTargetError(
-                f"target_modules={_listed(config.target_modules)}{limits} match no module of {type(model).__name__}"
-                + (f"; its linears are called {', '.join(sorted(have))}" if have else "")
-            )
+            hint = f"; its linears are called {', '.join(sorted(have))}" if have else ""
+            raise NoTargetError(f"{asked_for(config)} match no module of {type(model).__name__}{hint}")
         return found
 
     # What peft calls.
@@ -319,5 +315,11 @@ def _shape(tensor: Tensor) -> str:
     return "x".join(map(str, tensor.shape))
 
 
-def _listed(names: Any) -> str:
-    return repr([*sorted(names)[:4], *(["..."] if len(names) > 4 else [])] if isinstance(names, set) else names)
+def asked_for(config: Any, field: str = "target_modules") -> str:
+    """Return a config's targets and their limits, as errors name them."""
+    names = getattr(config, field)
+    if isinstance(names, set):
+        names = [*sorted(names)[:4], *(["..."] if len(names) > 4 else [])]
+    limits = ("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save")
+    given = [f"{limit}={value!r}" for limit in limits if (value := getattr(config, limit))]
+    return ", ".join([f"{field}={names!r}", *given])

@@ -22,7 +22,7 @@ from peft.utils.quantization_utils import get_quantization_kwargs
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from nonlinear_lowrank.adapters.tuner import AdapterModel, NoTargetError, register_adapter
+from nonlinear_lowrank.adapters.tuner import AdapterModel, NoTargetError, asked_for, register_adapter
 from nonlinear_lowrank.adapters.weights import AdapterLayer
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
@@ -155,7 +155,7 @@ class NoraModel(AdapterModel):
         if not activations:
             raise NoTargetError(_nothing_found(config, model, seen))
         if config.lora_r and len(found) == len(activations):
-            raise NoTargetError(f"lora_target_modules={_listed(config.lora_target_modules)} match no module")
+            raise NoTargetError(f"{asked_for(config, 'lora_target_modules')} match no module")
         for wanted in config.target_modules if isinstance(config.target_modules, set) else ():
             matching = [name for name, _ in model.named_modules() if name == wanted or name.endswith(f".{wanted}")]
             if not matching:
@@ -328,22 +328,12 @@ def _nothing_found(config: NoraConfig, model: nn.Module, seen: Survey) -> str:
         reasons = [f"{name or 'the model'} ({why})" for name, why in (seen.unfit | seen.functional).items()]
         found = f"; found were {', '.join(reasons[:5])}" if reasons else ""
         return f"{type(model).__name__} has no activation module that a rational function can replace{found}"
-    limits = "".join(
-        f", {limit}={getattr(config, limit)!r}"
-        for limit in ("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save")
-        if getattr(config, limit)
-    )
     linears = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(matrix_of(each), Matrix)}
     asks_for_linears = isinstance(config.target_modules, set) and config.target_modules & linears
     hint = "; linears are for lora_target_modules, with lora_r (NoRA++)" if asks_for_linears else ""
-    asked = f"target_modules={_listed(config.target_modules)}{limits}"
-    return f"{asked} match no activation of {type(model).__name__}; {_names(seen)}{hint}"
+    return f"{asked_for(config)} match no activation of {type(model).__name__}; {_names(seen)}{hint}"
 
 
 def _names(seen: Survey) -> str:
     names = {name.rpartition(".")[2] for name in seen.sites}
     return f"the model's activations are called {', '.join(sorted(names))}" if names else "the model has no activations"
-
-
-def _listed(names: Any) -> str:
-    return repr(sorted(names)) if isinstance(names, set) else repr(names)
