@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from .errors import LearningRateWarning, UserError
 from .methods.base import MultiplierLayer, Role, dense_part, layers_alive, method_of_layer
-from .methods.experts import ExpertsLayer
+from .methods.experts import projections
 from .surgery.targets import is_linear, output_head_names
 
 DENSE = Role("dense", muon=True)
@@ -60,7 +60,7 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
                 role = VECTOR
             elif isinstance(module, nn.Embedding) or module_name in heads:
                 role = EMBEDDING
-            elif parameter.ndim == 2 and (is_linear(module) or method) and not isinstance(module, ExpertsLayer):
+            elif parameter.ndim == 2 and (is_linear(module) or method) and not projections(module):
                 role = DENSE
             else:
                 role = OTHER

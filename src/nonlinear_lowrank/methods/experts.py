@@ -34,6 +34,8 @@ class Projection(NamedTuple):
 
 def projections(module: Any) -> list[Projection]:
     """Return the linears of the experts that a module of transformers holds, in the order of use; else none."""
+    if known := getattr(module, "expert_projections", None):  # of a layer that has factors in their place
+        return list(known)
     if not (hasattr(module, "is_transposed") and "down_proj" in module._parameters):
         return []
     found = []
@@ -115,16 +117,20 @@ class ExpertsLayer(nn.Module):
     @classmethod
     def in_place_of(cls, plain: nn.Module) -> Any:
         """Return a layer with the parameters and settings of these experts."""
-        layer = _rebuilt(cls, type(plain))
-        for name, value in vars(plain).items():
-            vars(layer)[name] = value.copy() if isinstance(value, dict) else value
-        vars(layer).pop("_is_hf_initialized", None)
-        return layer
+        return with_state(_rebuilt(cls, type(plain)), plain)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle by the two classes: the one they make together has no name to import."""
         own, plain = type(self).__bases__
         return _rebuilt, (own, plain), self.__getstate__()
+
+
+def with_state(new: Any, module: nn.Module) -> Any:
+    """Return a new module, on which no constructor was run, with what another holds."""
+    for name, value in vars(module).items():
+        vars(new)[name] = value.copy() if isinstance(value, dict) else value
+    vars(new).pop("_is_hf_initialized", None)
+    return new
 
 
 def _rebuilt(own: type, plain: type) -> Any:

@@ -1,4 +1,4 @@
-"""Branches beside experts that transformers holds as 3-D parameters."""
+"""Experts that transformers holds as 3-D parameters: with branches beside them, and of sine low-rank weights."""
 
 import copy
 import pickle
@@ -16,6 +16,8 @@ from nonlinear_lowrank import NobleConfig, UserError
 from nonlinear_lowrank.analysis.cost import model_cost
 from nonlinear_lowrank.methods.noble.experts import NobleExperts
 from nonlinear_lowrank.methods.noble.op import Branch, noble_linear_reference
+from nonlinear_lowrank.methods.sine.experts import SineExperts
+from nonlinear_lowrank.methods.sine.reference import lowrank_linear_reference
 
 EXPERTS, WIDTH, HIDDEN, TOKENS, K = 4, 16, 24, 20, 2
 CONFIGS = {
@@ -24,7 +26,9 @@ CONFIGS = {
     "depth 3": NobleConfig(rank_ratio=0.25, depth=3, up_bias=True),
     "gated": NobleConfig(rank=4, activation="silu", depth=1, fusion="gated", up_bias=True, output_scale=1.5),
 }
+SINE = nlr.SineLowRankConfig(rank=4, omega=30)
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+every_method = pytest.mark.parametrize("config", [*CONFIGS.values(), SINE], ids=[*CONFIGS, "sine"])
 LAYOUTS = ("mixtral", "gpt_oss", "nemotron_h")  # gated; transposed, interleaved and with biases; without a gate
 
 
@@ -37,11 +41,12 @@ def _sizes(**others):
 def _layer(config, dtype=torch.float64):
     sizes = _sizes()
     sizes._experts_implementation = "grouped_mm"
-    layer = NobleExperts.beside(MixtralExperts(sizes).to(dtype), config)
+    plain = MixtralExperts(sizes).to(dtype)
+    layer = SineExperts.replacing(plain, config) if config is SINE else NobleExperts.beside(plain, config)
     layer.reset_parameters()
     with torch.no_grad():
         for name, value in layer.named_parameters():
-            if name.endswith(("_up", "bias", "fusion")):
+            if name.startswith("noble") and name.endswith(("_up", "bias", "fusion")):
                 value.normal_(std=0.5)
     return layer
 
@@ -51,8 +56,12 @@ def _routing(experts=EXPERTS):
     return index, torch.rand(TOKENS, K, dtype=torch.float64)
 
 
-def _of_expert(layer, end, e, x, weight):
+def _of_expert(layer, end, e, x):
     """Return one projection of one expert by the plain formula."""
+    if isinstance(layer, SineExperts):
+        up, down = getattr(layer, f"sine_{end}_up")[e], getattr(layer, f"sine_{end}_down")[e]
+        return lowrank_linear_reference(x, up, down, None, "sine", layer.sine_config.omega, down.shape[1] ** 0.5)
+    weight = (layer.gate_up_proj if end == "in" else layer.down_proj)[e]
     own = {name.removeprefix(f"noble_{end}_"): value for name, value in layer.named_parameters() if end in name}
     one = {name: value if name == "down" and value.ndim == 2 else value[e] for name, value in own.items()}
     config, count = layer.noble_config, range(1, layer.noble_config.depth + 1)
@@ -75,13 +84,13 @@ def _reference(layer, x, index, weights):
     for token, experts, shares in zip(x, index.tolist(), weights, strict=True):
         row = torch.zeros_like(token)
         for e, share in zip(experts, shares, strict=True):
-            gate, up = _of_expert(layer, "in", e, token, layer.gate_up_proj[e]).chunk(2)
-            row = row + share * _of_expert(layer, "out", e, F.silu(gate) * up, layer.down_proj[e])
+            gate, up = _of_expert(layer, "in", e, token).chunk(2)
+            row = row + share * _of_expert(layer, "out", e, F.silu(gate) * up)
         rows.append(row)
     return torch.stack(rows)
 
 
-@every_config
+@every_method
 def test_experts_are_the_formula_of_each_expert(config):
     layer, (index, weights) = _layer(config), _routing()
     x = torch.randn(TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -94,7 +103,7 @@ def test_experts_are_the_formula_of_each_expert(config):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@every_config
+@every_method
 def test_experts_in_low_precision_err_as_the_formula_does(config, dtype):
     layer, (index, weights) = _layer(config), _routing()
     x = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
@@ -119,8 +128,9 @@ def test_branches_that_start_at_zero_leave_a_model_to_the_bit(name, dtype):
         assert same(outputs(model, inputs), before)
 
 
-def test_an_expert_without_tokens_gets_no_gradient():
-    layer, (index, weights) = _layer(CONFIGS["cosnet"]), _routing(EXPERTS - 1)
+@pytest.mark.parametrize("config", [CONFIGS["cosnet"], SINE], ids=["noble", "sine"])
+def test_an_expert_without_tokens_gets_no_gradient(config):
+    layer, (index, weights) = _layer(config), _routing(EXPERTS - 1)
     layer(torch.randn(TOKENS, WIDTH, dtype=torch.float64), index, weights).square().sum().backward()
     for name, value in layer.named_parameters():
         assert not value.grad[-1].any(), name
@@ -163,6 +173,29 @@ def test_counts_are_those_of_the_report_and_of_a_budget(config):
     small = AutoModelForCausalLM.from_config(sizes)
     within = nlr.augment(small, config, budget="20%", verbose=False)
     assert 0.1 * before < within.parameters_added <= 0.2 * before
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_sine_experts_are_counted_saved_and_formed_for_inference(name, tmp_path):
+    family = FAMILIES[name]
+    model, config = family.build(), nlr.SineLowRankConfig(rank=2)
+    before, flops = sum(p.numel() for p in model.parameters()), sum(row.flops for row in model_cost(model, 1).rows)
+    report = nlr.augment(model, config, include=r".*experts", verbose=False)
+    assert report.parameters_added == sum(p.numel() for p in model.parameters()) - before < 0
+    assert sum(row.flops for row in model_cost(model, 1).rows) == flops  # of formed weights
+    inputs = family.inputs(model)
+    expected = outputs(model, inputs)
+    model.save_pretrained(tmp_path)
+    loaded = family.auto_class.from_pretrained(tmp_path)
+    assert same(outputs(loaded, inputs), expected)
+    low = family.auto_class.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    kinds = {part: value.dtype for part, value in low.named_parameters() if "experts.sine" in part}
+    assert set(kinds.values()) == {torch.float32}
+    formed = nlr.optimize_for_inference(loaded)
+    assert not any(isinstance(each, SineExperts) for each in formed.modules())
+    torch.testing.assert_close(outputs(formed, inputs), expected, rtol=1e-4, atol=1e-4)
+    low_rank = nlr.augment(family.build(), nlr.SineLowRankConfig(rank=2, activation="identity"), verbose=False)
+    assert low_rank.flops_added < 0
 
 
 def test_an_augmented_mixture_is_copied_pickled_compiled_and_checkpointed():

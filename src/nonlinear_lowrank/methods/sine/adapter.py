@@ -116,7 +116,6 @@ class SineLoraConfig(NamedConfig, LoraConfig):
         )
 
     def check_value(self, name: str, value: Any, where: str) -> None:
-        """See `NamedConfig`."""
         if name == "r":
             check_integer(where, value, minimum=1)
         elif value is not None or name == "omega":
@@ -153,7 +152,6 @@ class SineEmbedding(SineLayer, lora.Embedding):
         return rows if plain else self.base_layer(x, *args, **kwargs) + rows
 
     def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
-        """See `LoraLayer`."""
         total = None
         for name in names:
             total = added(total, embedding_delta(weight, self.factors(name)), weight)
@@ -161,7 +159,6 @@ class SineEmbedding(SineLayer, lora.Embedding):
         return total.to(weight.dtype)
 
     def get_delta_weight(self, adapter: str, *args: Any, **kwargs: Any) -> Tensor:
-        """See `SineLayer`."""
         return embedding_delta(self.original_weight(), self.factors(adapter))
 
 
@@ -182,7 +179,6 @@ class SineLoraModel(CheckedTuner, LoraModel):
     tuner_layer_cls = SineLayer  # type: ignore[assignment]
 
     def check_target(self, name: str, base: nn.Module, config: SineLoraConfig) -> None:
-        """See `CheckedTuner`."""
         hint = "name it in exclude_modules"
         if isinstance(base, tuple(_LAYERS)):
             groups = getattr(base, "groups", 1)

@@ -35,10 +35,12 @@ from transformers import initialization as init
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import AdapterArm, Method, Role, register
+from nonlinear_lowrank.methods.experts import active_experts, linear_shapes, projections
 from nonlinear_lowrank.methods.matrix import linear_shape, replace_modules
 from nonlinear_lowrank.ops.precision import kept_float32
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number
 
+from .experts import SineExperts
 from .op import WEIGHT_ACTIVATIONS, lowrank_linear, lowrank_weight
 
 WeightActivation = Literal["sine", "identity", "sigmoid", "relu"]
@@ -104,6 +106,11 @@ class SineLowRankConfig:
             return float(self.gain)
         return 1.0 if self.activation in _HOMOGENEOUS else float(d_in) ** 0.5
 
+    def draw(self, factor: Tensor, fan: int) -> None:
+        """Draw a factor by this config's init."""
+        bound = (6 / (1 + _INITS[self.init]) / fan) ** 0.5
+        init.uniform_(factor, -bound, bound)
+
     def check_rank(self, d_in: int, d_out: int) -> str | None:
         """Return why a linear d_in -> d_out is not factored, or None."""
         factored = self.rank * (d_in + d_out)
@@ -164,10 +171,8 @@ class SineLowRankLinear(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the table of this file's docstring."""
-        spread = 6 / (1 + _INITS[self.sine_config.init])
-        for factor, fan in ((self.sine_up, self.sine_config.rank), (self.sine_down, self.in_features)):
-            bound = (spread / fan) ** 0.5
-            init.uniform_(factor, -bound, bound)
+        self.sine_config.draw(self.sine_up, self.sine_config.rank)
+        self.sine_config.draw(self.sine_down, self.in_features)
         if self.bias is not None:
             init.zeros_(self.bias)
 
@@ -199,9 +204,9 @@ class SineLowRankMethod(Method):
 
     name = SineLowRankConfig.method
     config_class = SineLowRankConfig
-    layer_types = (SineLowRankLinear,)
+    layer_types = (SineLowRankLinear, SineExperts)
     optimizable = True
-    float32 = ("sine_up", "sine_down")
+    float32 = tuple(f"sine_{end}{side}" for end in ("", "in_", "out_") for side in ("up", "down"))
     adapter = "nonlinear_lowrank.methods.sine.adapter"
     adapter_arms: ClassVar = {
         "sine-lora": AdapterArm(config=(adapter, "SineLoraConfig"), fixed={"use_dora": False}, shown=_SHOWN),
@@ -215,36 +220,44 @@ class SineLowRankMethod(Method):
     replaces_weights = True
     tensor_parallel = False
 
+    def is_target(self, module: nn.Module) -> bool:
+        return super().is_target(module) or bool(projections(module))
+
     def build(self, name: str, module: nn.Module, config: Any) -> nn.Module:
         """Build a layer that shares nothing with the plain one, undrawn."""
+        if projections(module):
+            return SineExperts.replacing(module, config)
         weight: Any = module.weight
         has_bias = module.bias is not None
         layer = SineLowRankLinear(*linear_shape(module), has_bias, config=config, device="meta", dtype=weight.dtype)
         return layer.to_empty(device=weight.device).train(module.training)
 
     def roles(self, layer: nn.Module) -> Mapping[str, Role]:
-        return {"sine_up": Role("sine.up"), "sine_down": Role("sine.down")}
+        return {name: Role(f"sine.{name.rpartition('_')[2]}") for name in self.float32 if name in layer._parameters}
 
     def flops(self, layer: nn.Module) -> int:
         """Return those of a token; forming W (2 k m n, once a batch) is not among them."""
-        assert isinstance(layer, SineLowRankLinear)
+        assert isinstance(layer, SineLowRankLinear | SineExperts)
         if layer.sine_config.activation != "identity":
             return 0
-        d_in, d_out = linear_shape(layer)
-        return 2 * layer.sine_config.rank * (d_in + d_out) - 2 * d_in * d_out
+        shapes, active = linear_shapes(layer), active_experts(layer) if isinstance(layer, SineExperts) else 1
+        saved = sum(layer.sine_config.rank * (d_in + d_out) - d_in * d_out for d_in, d_out in shapes)
+        return 2 * (active or 0) * saved
 
     @torch.no_grad()
     def optimize(self, model: nn.Module, *, shared_inputs: bool, quantized: bool) -> bool:
         """Put a plain linear, faster and as large as the dense one was, in each layer's place."""
         formed: dict[nn.Module, nn.Module] = {
-            each: _dense(each, model) for each in model.modules() if isinstance(each, SineLowRankLinear)
+            each: _dense(each, model) for each in model.modules() if isinstance(each, self.layer_types)
         }
         replace_modules(model, formed)
         return bool(formed)
 
 
-def _dense(layer: SineLowRankLinear, model: Any) -> nn.Linear:
-    """Return the plain linear of a layer, in the model's type."""
+def _dense(layer: Any, model: Any) -> nn.Module:
+    """Return the plain linear or experts of a layer, in the model's type."""
+    if isinstance(layer, SineExperts):
+        return layer.dense(getattr(model, "dtype", torch.float32))
     dtype = layer.bias.dtype if layer.bias is not None else getattr(model, "dtype", layer.sine_up.dtype)
     made = nn.Linear(layer.in_features, layer.out_features, False, device="meta")
     made.weight = nn.Parameter(layer.weight.to(dtype))

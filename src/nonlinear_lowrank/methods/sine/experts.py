@@ -1,0 +1,116 @@
+"""Experts whose weights are functions of low-rank products: for each expert and each of its linears one of `layer.py`.
+
+| tensor          | shape          |                                                     |
+|-----------------|----------------|-----------------------------------------------------|
+| sine_in_up      | (E, d_out, k)  | of gate and up, or up; init as in `layer.py`        |
+| sine_in_down    | (E, k, d_in)   |                                                     |
+| sine_out_up     | (E, d, k)      | of the down projection                              |
+| sine_out_down   | (E, k, d_ff)   |                                                     |
+
+Biases stay the experts' own. A weight is formed for the experts that have tokens, one after another.
+"""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from nonlinear_lowrank.methods.experts import Projection, experts_forward, projections, with_state
+from nonlinear_lowrank.ops.precision import kept_float32
+
+from .op import lowrank_linear, lowrank_weight
+
+_ENDS = ("in", "out")
+
+
+class SineExperts(nn.Module):
+    """Experts of low-rank weights: hidden states (T, d), experts (T, k) and weights (T, k) of each token -> (T, d).
+
+    Holds no weight of an expert and saves none for backward. Factors stay float32 in a model of a 16-bit type.
+
+    Source: sine_lowrank.txt, section 3.2.1, equation (3), for every expert.
+    """
+
+    sine_config: Any
+    experts_class: Any
+    """The class of the plain experts, whose gate it uses."""
+    expert_projections: list[Projection]
+
+    @classmethod
+    def replacing(cls, plain: Any, config: Any) -> Self:
+        """Return the layer of these experts, undrawn: it shares nothing with them but their settings."""
+        layer: Any = with_state(cls.__new__(cls), plain)
+        layer.sine_config, layer.experts_class, layer.expert_projections = config, type(plain), projections(plain)
+        device, dtype = plain.down_proj.device, plain.down_proj.dtype
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        for end, each in layer.ends():
+            del layer._parameters[each.name]
+            shapes = {"up": (each.d_out, config.rank), "down": (config.rank, each.d_in)}
+            for side, shape in shapes.items():
+                factor = torch.empty(plain.num_experts, *shape, device=device, dtype=wide)
+                layer.register_parameter(f"sine_{end}_{side}", nn.Parameter(factor))
+            if plain.has_bias:
+                bias = torch.empty(plain.num_experts, each.d_out, device=device, dtype=dtype)
+                layer.register_parameter(f"{each.name}_bias", nn.Parameter(bias))
+        return layer
+
+    def ends(self) -> list[tuple[str, Projection]]:
+        """Return "in" and "out" with their projections."""
+        return list(zip(_ENDS, self.expert_projections, strict=True))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the table; biases are zero."""
+        for end, each in self.ends():
+            up, down = self._factors(end)
+            self.sine_config.draw(up, self.sine_config.rank)
+            self.sine_config.draw(down, each.d_in)
+            if (bias := getattr(self, f"{each.name}_bias", None)) is not None:
+                init.zeros_(bias)
+
+    def _factors(self, end: str) -> tuple[Tensor, Tensor]:
+        return getattr(self, f"sine_{end}_up"), getattr(self, f"sine_{end}_down")
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """See the class."""
+        ends, config = {each.name: (end, each.d_in) for end, each in self.ends()}, self.sine_config
+
+        def linear(name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
+            (end, d_in), first, found = ends[name], 0, []
+            biases = getattr(self, f"{name}_bias", None)
+            up, down = self._factors(end)
+            for expert, last in enumerate(ends_E.tolist()):
+                if last > first or last == 0 == expert:
+                    bias = None if biases is None else biases[expert]
+                    settings = config.activation, float(config.omega), config.gain_for(d_in)
+                    found.append(lowrank_linear(x_SI[first:last], up[expert], down[expert], bias, *settings))
+                first = last
+            return torch.cat(found)
+
+        return experts_forward(self, linear, hidden_states, top_k_index, top_k_weights)
+
+    def _apply_gate(self, z: Tensor) -> Tensor:
+        gated: Tensor = self.experts_class._apply_gate(self, z)
+        return gated
+
+    def dense(self, dtype: torch.dtype) -> nn.Module:
+        """Return plain experts with the weights formed."""
+        plain: Any = with_state(self.experts_class.__new__(self.experts_class), self)
+        for end, each in self.ends():
+            weight = torch.stack([self._weight(end, each.d_in, expert) for expert in range(plain.num_experts)])
+            weight = weight.transpose(1, 2).contiguous() if plain.is_transposed else weight
+            plain.register_parameter(each.name, nn.Parameter(weight.to(dtype)))
+            for side in ("up", "down"):
+                del plain._parameters[f"sine_{end}_{side}"]
+        return plain
+
+    def _weight(self, end: str, d_in: int, expert: int) -> Tensor:
+        """Return W (d_out, d_in) of one expert in float32 or wider."""
+        config, (up, down) = self.sine_config, self._factors(end)
+        return lowrank_weight(up[expert], down[expert], config.activation, float(config.omega), config.gain_for(d_in))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        keep = kept_float32(fn)
+        return super()._apply(lambda tensor: keep(tensor) if tensor.ndim == 3 else fn(tensor), recurse)
