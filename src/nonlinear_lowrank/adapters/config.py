@@ -10,6 +10,7 @@ from peft import PeftConfig, PeftType
 from peft.utils.other import get_pattern_key
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer
 
 BASE_ROWS = "__base__"
 """Name, in `adapter_names`, for rows that no adapter touches."""
@@ -50,6 +51,7 @@ class NamedConfig:
 
     def check_value(self, name: str, value: Any, where: str) -> None:
         """Raise UserError if a field of `patterns` cannot have the value; `where` is how the message calls it."""
+        check_integer(where, value, minimum=1)
 
     def resolve(self, module_name: str) -> Self:
         """Return this config with the values that its patterns give a module, by its dotted name."""

@@ -123,7 +123,6 @@ class LoraLayer(AdapterLayer):
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """See `AdapterLayer`."""
         for kept in (self._kept, self._kept_bias):
             if kept is not None:
                 kept.restore(self.get_base_layer())
@@ -142,7 +141,6 @@ class LoraLinear(LoraLayer, lora.Linear):
         return y
 
     def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
-        """See `LoraLayer`."""
         wide = wide_dtype(weight)
         total = weight.to(wide)
         for name in names:

@@ -197,7 +197,6 @@ class _ProductLayer(SineLayer):
         raise NotImplementedError
 
     def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
-        """See `AdapterLayer`."""
         dropped = [name for name in names if self.training and isinstance(self.lora_dropout[name], nn.Dropout)]
         rest = [name for name in names if name not in dropped]
         base = self.base_layer
@@ -236,12 +235,10 @@ class SineLinear(_ProductLayer, lora.Linear):
     """Around nn.Linear, Conv1D and quantized linears: (..., d_in) -> (..., d_out)."""
 
     def applied(self, x: Tensor, source: Any, bias: Tensor | None, names: Sequence[str], *, base: bool) -> Tensor:
-        """See `_ProductLayer`."""
         factors = [self.factors(name) for name in names]
         return sine_layer(x, source, bias, factors, base=base, transposed=self.transposed)
 
     def multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `_ProductLayer`."""
         x = autocast_input(x)
         weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         if not self.transposed:
@@ -267,7 +264,6 @@ class _Convolution(_ProductLayer):
         return up if groups == 1 else torch.block_diag(*up.chunk(groups)), down
 
     def applied(self, x: Tensor, source: Any, bias: Tensor | None, names: Sequence[str], *, base: bool) -> Tensor:
-        """See `_ProductLayer`."""
         conv: Any = self.get_base_layer()
         factors = [self.factors(name) for name in names]
         if isinstance(matrix_of(conv), Matrix):
@@ -276,7 +272,6 @@ class _Convolution(_ProductLayer):
         return self.multiplied(x, weight if base else weight.unflatten(1, (-1, *conv.kernel_size)), bias)
 
     def multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `_ProductLayer`."""
         conv: Any = self.get_base_layer()
         x, padding = autocast_input(x), conv.padding
         if conv.padding_mode != "zeros":
@@ -328,7 +323,6 @@ class _ParameterLayer(SineLayer):
         return _sum(weight, [self.factors(name) for name in names], transposed=self.transposed)
 
     def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
-        """See `AdapterLayer`."""
         sums = self.sums(names)
         owners = [(vars(self.base_layer.get_submodule(path.rpartition(".")[0])), path) for path in sums]
         # FSDP1 hides parameters behind attributes of their names, which functional_call does not reach.
@@ -363,7 +357,6 @@ class SineMultiheadAttention(_ParameterLayer, lora.layer.MultiheadAttention):
         return False  # or nn.TransformerEncoderLayer reads the weights instead of calling this module
 
     def sums(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """See `_ParameterLayer`."""
         out = self.base_layer.out_proj
         weight = _sum(out.original_weight(), [out.factors(name) for name in names])
         return super().sums(names) | {"out_proj.base_layer.weight": weight}
@@ -378,7 +371,6 @@ class SineMultiheadAttention(_ParameterLayer, lora.layer.MultiheadAttention):
         self.base_layer.out_proj.unmerge()
 
     def unload_and_optionally_merge_module(self, *args: Any, **kwargs: Any) -> Any:
-        """See `LoraLayer`."""
         base: Any = super().unload_and_optionally_merge_module(*args, **kwargs)
         base.out_proj = base.out_proj.unload_and_optionally_merge_module(*args, **kwargs)
         return base
@@ -414,7 +406,6 @@ class ParamWrapper(_ParameterLayer, lora.layer.ParamWrapper):
         return inner.unload_and_optionally_merge_module(*args, **kwargs) if isinstance(inner, ParamWrapper) else inner
 
     def get_delta_weight(self, adapter: str, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        """See `SineLayer`."""
         delta = _sum(None, [self.factors(adapter)], base=False)
         return delta.mT if self.transposed else delta
 

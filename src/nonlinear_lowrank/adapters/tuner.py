@@ -75,10 +75,14 @@ class CheckedTuner(BaseTuner):
             if name and not name.startswith(inside) and self._check_target_module_exists(config, name)
         }
         if not found and not getattr(config, "target_parameters", None):
-            have = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-            hint = f"; its linears are called {', '.join(sorted(have))}" if have else ""
-            raise NoTargetError(f"{asked_for(config)} match no module of {type(model).__name__}{hint}")
+            raise NoTargetError(self.nothing_found(config, model))
         return found
+
+    def nothing_found(self, config: Any, model: nn.Module) -> str:
+        """Return the error where nothing matches."""
+        have = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        hint = f"; its linears are called {', '.join(sorted(have))}" if have else ""
+        return f"{asked_for(config)} match no module of {type(model).__name__}{hint}"
 
     # What peft calls.
 
@@ -267,18 +271,10 @@ class AdapterModel(CheckedTuner):
         return self.layer_classes[matrix.kind](base, get_quantization_kwargs(self.model))
 
     def is_own(self, layer: nn.Module) -> bool:
-        """See `CheckedTuner`."""
         return isinstance(layer, TensorLayer) and layer.adapter_layer_names[0].startswith(self.prefix)
 
     def _create_and_replace(  # type: ignore[override]
-        self,
-        peft_config: Any,
-        adapter_name: str,
-        target: Any,
-        target_name: str,
-        parent: Any,
-        current_key: str,
-        **_: Any,
+        self, peft_config: Any, adapter_name: str, target: Any, target_name: str, parent: Any, current_key: str
     ) -> None:
         config: AdapterConfig = peft_config.resolve(current_key)
         if isinstance(target, TensorLayer):

@@ -1,9 +1,7 @@
 """Layers of all fine-tuning methods, so that a method's file holds only its formula.
 
 A method is a config (`config.AdapterConfig`), a layer (`WeightLayer`, or `TensorLayer` around modules that are no
-matrix) and a tuner (`tuner.AdapterModel`) in the module that its `Method.adapter` names; docs/add-a-method.md has an
-example. Several adapters, batches that mix them (`adapter_names`, with `__base__` rows), quantized bases, patterns per
-module, checks before anything is changed, saving and loading follow from that. A method whose tensors are LoRA's takes
+matrix) and a tuner (`tuner.AdapterModel`); docs/add-a-method.md has an example. A method whose tensors are LoRA's takes
 peft's LoRA layers instead, see `lora`.
 
 Rules that peft's own machinery imposes:
@@ -243,11 +241,6 @@ class WeightLayer(TensorLayer):
         for name in ("in_features", "out_features", "num_embeddings", "embedding_dim", "nf", "nx"):
             if hasattr(base_layer, name):
                 setattr(self, name, getattr(base_layer, name))
-
-    def base_matrix(self) -> Tensor:
-        """Return the matrix (d_out, d_in) of a plain base, a view of its weight."""
-        assert isinstance(self.base_layer.weight, Tensor)
-        return self.matrix.of(self.base_layer.weight)
 
 
 def is_plain(base: nn.Module) -> bool:

@@ -2,19 +2,10 @@
 
     y = W x + b + up bottleneck(down x)           W, b frozen, also quantized
 
-Init and learning-rate table; the defaults are the paper's (section 3.3, appendix A), but for the up projection,
-which starts at zero so that the model starts where it stands. s = min(d_in, d_out) / r.
-
-| tensor              | shape           | init                  | lr x     | decay |
-|---------------------|-----------------|-----------------------|----------|-------|
-| nlr_noble_down      | (r, d_in)       | N(0, 1 / d_in)        | 1        | yes   |
-| nlr_noble_up        | (d_out, r)      | 0                     | s ^ 0.6  | yes   |
-| nlr_noble_mix       | (depth-1, r, r) | Xavier uniform, each  | s ^ 0.45 | yes   |
-| nlr_noble_frequency | (depth, r)      | U(0.8, 1.2)           | 3        | no    |
-| nlr_noble_phase     | (depth, r)      | N(0, 0.1^2)           | 5        | no    |
-
-The mixes are there from depth 2, frequencies and phases with the cosine only. The branch is not linear in x, so
-no weight can take it in: a NOBLE adapter does not merge.
+Init and learning rates are the table of `layer`, but nlr_noble_up (d_out, r) starts at zero so that the model starts
+where it stands, and the tensors of a depth are one: nlr_noble_mix (depth - 1, r, r), from depth 2, and with the cosine
+nlr_noble_frequency and nlr_noble_phase (depth, r). The branch is not linear in x, so no weight can take it in: a NOBLE
+adapter does not merge.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +22,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Role
 from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
 from nonlinear_lowrank.methods.noble import NobleConfig
-from nonlinear_lowrank.validation import check_integer, check_share
+from nonlinear_lowrank.validation import check_share
 
 from .config import Activation
 from .op import Branch, noble_branch, noble_linear
@@ -80,10 +71,6 @@ class NobleAdapterConfig(AdapterConfig):
         checked = NobleConfig(**{name: getattr(self, name) for name in names})
         self.frequency_range = checked.frequency_range  # JSON has lists only
 
-    def check_value(self, name: str, value: Any, where: str) -> None:
-        """See `AdapterConfig`."""
-        check_integer(where, value, minimum=1)
-
 
 class MergeError(UserError, NotImplementedError):
     """Error of a merge that there cannot be; the class by which peft's own methods refuse one too."""
@@ -106,7 +93,6 @@ class NobleAdapterLinear(WeightLayer):
     nlr_noble_phase: Any
 
     def add_parameters(self, name: str, config: NobleAdapterConfig) -> None:
-        """Add the tensors of this file's table, undrawn."""
         r, depth = config.r, config.depth
         self.nlr_noble_down[name] = self.parameter(r, self.d_in)
         self.nlr_noble_up[name] = self.parameter(self.d_out, r)
@@ -117,7 +103,7 @@ class NobleAdapterLinear(WeightLayer):
             self.nlr_noble_phase[name] = self.parameter(depth, r)
 
     def reset_adapter(self, name: str) -> None:
-        """Draw the table; with init_weights=False the up projection too, N(0, 1 / r)."""
+        """Draw as `layer` does, up zero; with init_weights=False the up projection too, N(0, 1 / r)."""
         config: NobleAdapterConfig = self.configs[name]
         nn.init.normal_(self.nlr_noble_down[name].weight, std=self.d_in**-0.5)
         if config.init_weights:
@@ -140,7 +126,7 @@ class NobleAdapterLinear(WeightLayer):
             if config.dropout > 0 and self.training:
                 y = (self.base_layer(x) if y is None else y) + noble_branch(F.dropout(x, config.dropout), branch)
             elif y is None and is_plain(self.base_layer):
-                y = noble_linear(x, self.base_matrix(), self.base_layer.bias, branch)
+                y = noble_linear(x, self.matrix.of(self.base_layer.weight), self.base_layer.bias, branch)
             else:
                 y = (self.base_layer(x) if y is None else y) + noble_branch(x, branch)
         assert y is not None
@@ -161,7 +147,6 @@ class NobleAdapterLinear(WeightLayer):
         )
 
     def roles(self, name: str) -> Mapping[str, Role]:
-        """Return the roles of this file's table."""
         config: NobleAdapterConfig = self.configs[name]
         ratio = min(self.d_in, self.d_out) / config.r
         roles = {"nlr_noble_down": Role("noble.down"), "nlr_noble_up": Role("noble.up", lr=ratio**config.up_lr_power)}

@@ -17,7 +17,6 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from peft.tuners import lora
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import _ExcludedModule, _maybe_include_all_linear_layers, check_target_module_exists
-from peft.utils.constants import DUMMY_TARGET_MODULES
 from peft.utils.quantization_utils import get_quantization_kwargs
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -25,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from nonlinear_lowrank.adapters.tuner import AdapterModel, NoTargetError, asked_for, register_adapter
 from nonlinear_lowrank.adapters.weights import AdapterLayer
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
+from nonlinear_lowrank.methods.matrix import Matrix, matrix_of, replace_modules
 from nonlinear_lowrank.surgery.augment import after_augment
 from nonlinear_lowrank.surgery.report import folded
 from nonlinear_lowrank.surgery.targets import output_head_names
@@ -145,15 +144,10 @@ class NoraModel(AdapterModel):
 
     def targets(self, config: Any, model: nn.Module) -> dict[str, nn.Module]:
         """See `AdapterModel`; activations and, in NoRA++, linears."""
-        seen = self._survey
-        found = {}
-        for name, module in model.named_modules():
-            matched = name and self._check_target_module_exists(config, name)
-            if matched and not isinstance(matched, _ExcludedModule):
-                found[name] = module
+        seen, found = self._survey, super().targets(config, model)
         activations = found.keys() & seen.sites.keys()
         if not activations:
-            raise NoTargetError(_nothing_found(config, model, seen))
+            raise NoTargetError(self.nothing_found(config, model))
         if config.lora_r and len(found) == len(activations):
             raise NoTargetError(f"{asked_for(config, 'lora_target_modules')} match no module")
         for wanted in config.target_modules if isinstance(config.target_modules, set) else ():
@@ -165,6 +159,19 @@ class NoraModel(AdapterModel):
                 why = seen.unfit.get(other) or f"is a {type(model.get_submodule(other)).__name__}, no activation"
                 raise UserError(f"{other}: {why}; {_names(seen)}")
         return found
+
+    def nothing_found(self, config: NoraConfig, model: nn.Module) -> str:
+        seen = self._survey
+        if not seen.sites:
+            reasons = [f"{name or 'the model'} ({why})" for name, why in (seen.unfit | seen.functional).items()]
+            found = f"; found were {', '.join(reasons[:5])}" if reasons else ""
+            return f"{type(model).__name__} has no activation module that a rational function can replace{found}"
+        linears = {
+            name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(matrix_of(each), Matrix)
+        }
+        asks_for_linears = isinstance(config.target_modules, set) and config.target_modules & linears
+        hint = "; linears are for lora_target_modules, with lora_r (NoRA++)" if asks_for_linears else ""
+        return f"{asked_for(config)} match no activation of {type(model).__name__}; {_names(seen)}{hint}"
 
     def check_target(self, name: str, base: nn.Module, config: NoraConfig) -> None:
         """See `AdapterModel`; also that an activation is used, and that the groups divide its width."""
@@ -190,11 +197,9 @@ class NoraModel(AdapterModel):
                 )
 
     def is_own(self, layer: nn.Module) -> bool:
-        """See `CheckedTuner`."""
         return isinstance(layer, NoraActivation | NoraLoraLinear | NoraSineLinear)
 
     def new_layer(self, base: nn.Module, config: Any) -> NoraActivation:
-        """See `AdapterModel`."""
         return NoraActivation(base, next(site for site in self._survey.sites.values() if site.module is base))
 
     def _create_and_replace(  # type: ignore[override]
@@ -214,11 +219,7 @@ class NoraModel(AdapterModel):
         self._replace_module(parent, target_name, layer, target)
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
-        # One activation may serve in several places; peft sees the first.
-        for module in list(self.model.modules()):
-            for name, each in list(module._modules.items()):
-                if each is child and module is not new_module:
-                    setattr(module, name, new_module)
+        replace_modules(self.model, {child: new_module})  # one may serve in several places; peft sees the first
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
         super()._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
@@ -321,17 +322,6 @@ def _lora_proxy(config: NoraConfig, model: nn.Module) -> Any:
     if config.lora_target_modules == ALL_LINEAR:
         proxy.target_modules = set(proxy.target_modules) - output_head_names(model).keys()
     return proxy
-
-
-def _nothing_found(config: NoraConfig, model: nn.Module, seen: Survey) -> str:
-    if config.target_modules != DUMMY_TARGET_MODULES and not seen.sites:
-        reasons = [f"{name or 'the model'} ({why})" for name, why in (seen.unfit | seen.functional).items()]
-        found = f"; found were {', '.join(reasons[:5])}" if reasons else ""
-        return f"{type(model).__name__} has no activation module that a rational function can replace{found}"
-    linears = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(matrix_of(each), Matrix)}
-    asks_for_linears = isinstance(config.target_modules, set) and config.target_modules & linears
-    hint = "; linears are for lora_target_modules, with lora_r (NoRA++)" if asks_for_linears else ""
-    return f"{asked_for(config)} match no activation of {type(model).__name__}; {_names(seen)}{hint}"
 
 
 def _names(seen: Survey) -> str:

@@ -1,26 +1,21 @@
 """NoRA's settings and layers: activations as rational functions whose coefficients get a shift, and the LoRA of NoRA++.
 
-Init and learning-rate table, for G groups and degrees (m, n). With tuning="low_rank" the shift touches a1 ... am
-and b1 ... bn, as many coefficients as the degree says: G ((m + 1) r + (n + 1) r) numbers a layer (nora.txt, section 3).
+Init table, for G groups; no learning rate is multiplied. A side is "numerator" (K = m, its degree) or "denominator"
+(K = n). With tuning="low_rank" the shift touches a1 ... am and b1 ... bn, as many coefficients as the degree says:
+G ((m + 1) r + (n + 1) r) numbers a layer (nora.txt, section 3).
 
-| tensor                 | shape       | tuning              | init                  | lr x | decay |
-|------------------------|-------------|---------------------|-----------------------|------|-------|
-| lora_numerator_a   | (G, m, r)   | low_rank            | N(0, 0.02^2)          | 1    | yes   |
-| lora_numerator_b   | (G, r)      | low_rank            | 0                     | 1    | yes   |
-| lora_denominator_a | (G, n, r)   | low_rank            | N(0, 0.02^2)          | 1    | yes   |
-| lora_denominator_b | (G, r)      | low_rank            | 0                     | 1    | yes   |
-| lora_numerator_a   | (r, m+1)    | shared              | U(-1, 1) / sqrt(m+1)  | 1    | yes   |
-| lora_denominator_a | (r, n)      | shared              | U(-1, 1) / sqrt(n)    | 1    | yes   |
-| lora_..._b         | (G, r)      | shared              | 0                     | 1    | yes   |
-| lora_numerator     | (G, m+1)    | zero_init           | 0, a shift            | 1    | yes   |
-|                        | (G, m+1)    | rational, gelu_init | the coefficients      | 1    | no    |
-|                        | (G, 1)      | constants           | 0, a shift of a0      | 1    | yes   |
-| lora_denominator   | likewise    |                     |                       |      |       |
-| lora_A                 | (r_l, d_in) | any                 | U(-1, 1) / sqrt(d_in) | 1    | yes   |
-| lora_B                 | (d_out, r_l)| any                 | 0                     | 1    | yes   |
+| tensor           | tuning              | shape           | init                  | decay |
+|------------------|---------------------|-----------------|-----------------------|-------|
+| lora_{side}_a    | low_rank            | (G, K, r)       | N(0, 0.02^2)          | yes   |
+|                  | shared              | (r, m + 1 or n) | U(-1, 1) / sqrt(ditto)| yes   |
+| lora_{side}_b    | low_rank, shared    | (G, r)          | 0                     | yes   |
+| lora_{side}      | zero_init           | as theta's      | 0, a shift            | yes   |
+|                  | constants           | (G, 1)          | 0, a shift of a0, b0  | yes   |
+|                  | rational, gelu_init | as theta's      | the coefficients      | no    |
+| lora_A, lora_B   | NoRA++              | as LoRA's       | as LoRA's             | yes   |
 
-r_l is the config's lora_r. Two PEFT methods cannot share a model, hence LoRA within this one. An activation's
-tensors are float32, also in a model that is cast to a 16-bit type.
+Two PEFT methods cannot share a model, hence LoRA within this one. An activation's tensors are float32, also in a model
+that is cast to a 16-bit type.
 """
 
 import math
@@ -42,9 +37,9 @@ from nonlinear_lowrank.methods.base import Role
 from nonlinear_lowrank.ops.precision import kept_float32, wide_dtype
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number, check_share
 
-from .fit import RationalFit, check_range, fit_rational
+from .fit import KINDS, RationalFit, check_range, fit_rational
 from .layer import Anchor, RationalActivation, RationalConfig, Tails
-from .reference import KIND, Form, denominator_size
+from .reference import KIND, Form
 from .sites import Site
 
 ALL_ACTIVATIONS = "all-activations"
@@ -151,8 +146,8 @@ class NoraConfig(AdapterConfig):
         for name in ("shift_alpha", "lora_alpha", "lora_gain"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), above=0)
-        for kind, values in self.fits.items():
-            self._check_fit(kind, values)
+        for kind in self.fits:
+            self._kept_fit(kind)
 
     def _check_combinations(self) -> None:
         if self.numerator_only and self.denominator_only:
@@ -171,10 +166,6 @@ class NoraConfig(AdapterConfig):
             name = "lora_sine" if self.lora_sine else "lora_target_modules"
             raise UserError(f"{name} is for NoRA++; set lora_r above 0 too")
 
-    def check_value(self, name: str, value: Any, where: str) -> None:
-        """See `AdapterConfig`."""
-        check_integer(where, value, minimum=1)
-
     def lora_config(self, fan_in_fan_out: bool) -> Any:
         """Return the settings of a linear's factors, as the layers take them."""
         alpha = (1 if self.lora_sine else 2) * self.lora_r if self.lora_alpha is None else self.lora_alpha
@@ -191,16 +182,8 @@ class NoraConfig(AdapterConfig):
 
     def rational(self, formula: str, channel_dim: int = -1) -> RationalConfig:
         """Return the rational activation that stands for a formula under these settings."""
-        return RationalConfig(
-            activation=formula,
-            groups=self.groups,
-            degrees=self.degrees,
-            form=self.form,
-            fit_range=self.fit_range,
-            tails=self.tails,
-            anchor=self.anchor,
-            channel_dim=channel_dim,  # type: ignore[arg-type]
-        )
+        same = {name: getattr(self, name) for name in ("groups", "degrees", "form", "fit_range", "tails", "anchor")}
+        return RationalConfig(activation=formula, channel_dim=channel_dim, **same)  # type: ignore[arg-type]
 
     def fit(self, formula: str) -> RationalFit:
         """Return the coefficients for a formula: those in `fits`, else fitted now and put there."""
@@ -209,29 +192,22 @@ class NoraConfig(AdapterConfig):
             fit = self.rational(formula).fit()
             sides = {side: list(getattr(fit, side)) for side in ("numerator", "denominator")}
             self.fits[kind] = {**sides, "error": fit.error}
-        known = self.fits[kind]
-        coefficients = tuple(known["numerator"]), tuple(known["denominator"])
-        return RationalFit(kind, self.form, check_range(self.fit_range), *coefficients, known["error"])
+        return self._kept_fit(kind)
 
-    def _check_fit(self, kind: str, values: Any) -> None:
-        m, n = self.degrees
-        sizes = {"numerator": m + 1, "denominator": denominator_size(n, self.form)}
-        good = (
-            kind in KIND.values()
-            and isinstance(values, dict)
-            and _are_numbers([values.get("error")], 1)
-            and all(_are_numbers(values.get(side), size) for side, size in sizes.items())
-        )
-        if not good:
+    def _kept_fit(self, kind: str) -> RationalFit:
+        try:
+            known = self.fits[kind]
+            coefficients = tuple(known["numerator"]), tuple(known["denominator"])
+            fit = RationalFit(kind, self.form, check_range(self.fit_range), *coefficients, known["error"])
+            good = all(map(math.isfinite, (*fit.numerator, *fit.denominator, fit.error)))
+        except (KeyError, TypeError):
+            good = False
+        if not good or kind not in KINDS or fit.degrees != self.degrees:
             raise UserError(
                 f"fits[{kind!r}] is not a fit of degrees {self.degrees} in the form {self.form!r}; omit fits, and it "
                 "is filled in"
             )
-
-
-def _are_numbers(values: Any, size: int) -> bool:
-    listed = isinstance(values, list | tuple) and len(values) == size
-    return listed and all(type(each) in (int, float) and math.isfinite(each) for each in values)
+        return fit
 
 
 _SIDES = ("numerator", "denominator")
@@ -304,7 +280,6 @@ class NoraActivation(TensorLayer):
         return self._theta[name]
 
     def add_parameters(self, name: str, config: NoraConfig) -> None:
-        """Add the tensors of this file's table, undrawn."""
         for side, theta in zip(_SIDES, self.theta(name), strict=True):
             if not _is_tuned(config, side):
                 continue
@@ -364,7 +339,6 @@ class NoraActivation(TensorLayer):
         return 1 if self.rational(name).form == "abs_of_sum" else 0
 
     def roles(self, name: str) -> Mapping[str, Role]:
-        """Return the roles of this file's table."""
         config: NoraConfig = self.configs[name]
         if config.tuning in _FACTORED:
             return {f"lora_{side}_{factor}": Role(f"nora.{factor}") for side in _SIDES for factor in "ab"}
@@ -450,7 +424,6 @@ class NoraActivation(TensorLayer):
         return values, put
 
     def unmerge(self) -> None:
-        """See `AdapterLayer`."""
         if self._original:
             self.base_layer = self._original[0]
         self._original, self.merged_adapters = (), []
