@@ -4,14 +4,17 @@ In names of tensors S is tokens x experts of a token, sorted by expert; E is the
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .matrix import linear_shape
+from nonlinear_lowrank.errors import UserError
+
+from .matrix import linear_shape, replace_modules
 
 # Experts that a token goes through, in the module or its config.
 _ACTIVE = (
@@ -99,7 +102,9 @@ def experts_forward(
     numbers_E = torch.arange(module.num_experts, device=expert_S.device)
     ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
     z_SO = linear(first.name, hidden_states[order_S // k], expert_S, ends_E)
-    y_SO = linear(second.name, module._apply_gate(z_SO) if module.has_gate else module.act_fn(z_SO), expert_S, ends_E)
+    with _rows_of_experts(module, ends_E):
+        u_SI = module._apply_gate(z_SO) if module.has_gate else module.act_fn(z_SO)
+    y_SO = linear(second.name, u_SI, expert_S, ends_E)
     if module.has_post_expert_norm:
         y_SO = module.post_expert_norm(y_SO)
     y_SO = y_SO * top_k_weights.reshape(-1)[order_S, None]
@@ -108,11 +113,52 @@ def experts_forward(
     return y_SO[back_S].view(tokens, k, -1).sum(1).to(hidden_states.dtype)
 
 
+@contextmanager
+def _rows_of_experts(module: Any, ends_E: Tensor) -> Iterator[None]:
+    """Tell an activation with coefficients for each expert where the rows of each end."""
+    activation: Any = getattr(module, "act_fn", None)
+    if getattr(activation, "num_experts", None) is None:
+        yield
+        return
+    activation.expert_ends = ends_E.tolist()
+    try:
+        yield
+    finally:
+        activation.expert_ends = None
+
+
+def by_expert(function: Callable[..., Tensor], x_SI: Tensor, ends: list[int] | None, *tensors: Tensor | None) -> Tensor:
+    """Return `function(rows of an expert, its part of each tensor)`, expert by expert, (S, O).
+
+    Raises:
+        UserError: `ends` is None: the module is not called by its experts.
+    """
+    if ends is None:
+        raise UserError("a module with tensors for each expert must be called by the experts that it was put into")
+    parts = zip(*([None] * len(ends) if each is None else each.unbind(0) for each in tensors), strict=True)
+    rows = [x_SI[first:last] for first, last in zip([0, *ends], ends, strict=False)]
+    found = [function(each, *part) for each, part in zip(rows, parts, strict=True) if len(each)]
+    return torch.cat(found) if found else function(rows[0], *(each if each is None else each[0] for each in tensors))
+
+
 class ExpertsLayer(nn.Module):
     """Base of layers in place of experts; `in_place_of` makes one, a subclass of the experts' own class too.
 
-    So a model's init, plans and conversions know it as what it was, and its tensors keep their names.
+    So a model's init, plans and conversions know it as what it was, and its tensors keep their names. By itself it is
+    the experts, and tells an activation that has `num_experts` which rows are whose.
     """
+
+    act_fn: Any
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the plain experts' output; (T, d), (T, k), (T, k) -> (T, d)."""
+        if getattr(getattr(self, "act_fn", None), "num_experts", None) is not None:
+            return experts_forward(
+                self, functools.partial(plain_linear, self), hidden_states, top_k_index, top_k_weights
+            )
+        plain: Any = super()
+        output: Tensor = plain.forward(hidden_states, top_k_index, top_k_weights)
+        return output
 
     @classmethod
     def in_place_of(cls, plain: nn.Module) -> Any:
@@ -123,6 +169,12 @@ class ExpertsLayer(nn.Module):
         """Copy and pickle by the two classes: the one they make together has no name to import."""
         own, plain = type(self).__bases__
         return _rebuilt, (own, plain), self.__getstate__()
+
+
+def tell_rows(model: nn.Module, experts: nn.Module) -> None:
+    """Put a layer in place of plain experts of a model that tells their activation which rows are whose."""
+    if not (isinstance(experts, ExpertsLayer) or hasattr(experts, "expert_projections")):
+        replace_modules(model, {experts: ExpertsLayer.in_place_of(experts).train(experts.training)})
 
 
 def with_state(new: Any, module: nn.Module) -> Any:

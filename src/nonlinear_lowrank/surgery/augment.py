@@ -18,6 +18,7 @@ from nonlinear_lowrank.methods.base import (
     method_of_config,
     method_of_layer,
 )
+from nonlinear_lowrank.methods.experts import tell_rows
 from nonlinear_lowrank.methods.matrix import replace_modules
 
 from .report import AugmentReport, measure_plain
@@ -238,8 +239,10 @@ def _swap(model: nn.Module, method: Method, configs: Mapping[str, Any]) -> dict[
         return layers
     layers = {name: method.build(name, module, configs[name]) for name, module in modules.items()}
     for name, layer in layers.items():
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, layer)
+        path, _, child = name.rpartition(".")
+        setattr(parent := model.get_submodule(path), child, layer)
+        if getattr(layer, "num_experts", None) is not None:
+            tell_rows(model, parent)
     return layers
 
 

@@ -1,4 +1,4 @@
-"""Experts that transformers holds as 3-D parameters: with branches beside them, and of sine low-rank weights."""
+"""Experts that transformers holds as 3-D parameters: branches, sine low-rank weights and rational activations."""
 
 import copy
 import pickle
@@ -196,6 +196,44 @@ def test_sine_experts_are_counted_saved_and_formed_for_inference(name, tmp_path)
     torch.testing.assert_close(outputs(formed, inputs), expected, rtol=1e-4, atol=1e-4)
     low_rank = nlr.augment(family.build(), nlr.SineLowRankConfig(rank=2, activation="identity"), verbose=False)
     assert low_rank.flops_added < 0
+
+
+@pytest.mark.parametrize("others", [(), ("noble",), ("sine",)], ids=lambda others: "".join(others) or "alone")
+@pytest.mark.parametrize("late", [False, True], ids=["first", "last"])
+def test_experts_have_rational_activations_of_their_own(others, late, tmp_path):
+    configs = {"noble": NobleConfig(rank=4), "sine": nlr.SineLowRankConfig(rank=2)}
+    steps = [*([configs[each] for each in others]), nlr.RationalConfig(groups=4)]
+    model = FAMILIES["mixtral"].build()
+    for config in steps if late else steps[::-1]:
+        nlr.augment(model, config, verbose=False)
+    inputs = FAMILIES["mixtral"].inputs(model)
+    before = outputs(model, inputs)
+    activation = model.model.layers[1].mlp.experts.act_fn
+    assert activation.rational_numerator.shape == (4, 4, 6)
+    model(**inputs).loss.backward()
+    rows = []
+    activation.register_forward_hook(lambda module, given, _: rows.append((given[0], module.expert_ends)))
+    found = model(**inputs).loss
+    assert torch.equal(torch.autograd.grad(found, activation.rational_numerator)[0], activation.rational_numerator.grad)
+    x, ends = rows[0]
+    used = [bool(last > first) for first, last in zip([0, *ends], ends, strict=False)]
+    assert activation.rational_numerator.grad.flatten(1).any(1).tolist() == used
+    with torch.no_grad():
+        activation.rational_numerator[used.index(True)] += 0.1
+        activation.expert_ends = ends
+        shifted, activation.expert_ends = activation(x), None
+    assert not torch.equal(outputs(model, inputs)[0], before[0])
+    one = nlr.RationalActivation(nlr.RationalConfig(groups=4, activation="silu"))
+    for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        with torch.no_grad():
+            one.rational_numerator.copy_(activation.rational_numerator[e])
+            one.rational_denominator.copy_(activation.rational_denominator[e])
+            assert torch.equal(shifted[start:end], one(x[start:end]))
+    model.save_pretrained(tmp_path)
+    loaded = FAMILIES["mixtral"].auto_class.from_pretrained(tmp_path)
+    assert same(outputs(loaded, inputs), outputs(model, inputs))
+    with pytest.raises(UserError, match="must be called by the experts that it was put into"):
+        activation(x)
 
 
 def test_an_augmented_mixture_is_copied_pickled_compiled_and_checkpointed():

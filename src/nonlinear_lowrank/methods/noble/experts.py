@@ -111,9 +111,7 @@ class NobleExperts(MultiplierLayer, ExpertsLayer):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """See the class; by transformers' "grouped_mm", whichever the model's `experts_implementation` is."""
         if not self.branch_enabled:
-            plain: Any = super()
-            output: Tensor = plain.forward(hidden_states, top_k_index, top_k_weights)
-            return output
+            return super().forward(hidden_states, top_k_index, top_k_weights)
         ends = {each.name: end for end, each in self.ends()}
 
         def linear(name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:

@@ -11,11 +11,13 @@ Init and learning-rate table. G groups, degrees (m, n); n' is n + 1 in the form 
 | rational_base_denominator | (1, n')    | the fit; a buffer  | -    | -     |
 
 The last two are there with anchor="exact" only. All four stay float32 when the model is cast to a 16-bit type: a
-coefficient that is off by 2^-9 moves R by up to 2^-9 x, more than the whole error of a fit.
+coefficient that is off by 2^-9 moves R by up to 2^-9 x, more than the whole error of a fit. In a module that holds E
+experts the first two are (E, G, .).
 
 Source: nora.txt, section 3, equations (6)-(8); anchor and tails are ours.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self, get_args
@@ -26,6 +28,7 @@ from transformers import initialization as init
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import AdapterArm, Findings, Method, Role, Target, register
+from nonlinear_lowrank.methods.experts import by_expert
 from nonlinear_lowrank.ops.precision import kept_float32
 from nonlinear_lowrank.validation import check_choice, check_integer
 
@@ -70,6 +73,9 @@ class RationalConfig:
     activation tell; else last."""
     width: int | None = None
     """Channels there; in a model that is augmented, as the layers around an activation tell. None: not checked."""
+    experts: int | None = None
+    """Number of experts, each with coefficients of its own, in a module that holds them as 3-D parameters; in a model
+    that is augmented, as that module tells. None: there are none."""
 
     def __post_init__(self) -> None:
         low, high = check_range(self.fit_range)
@@ -83,8 +89,9 @@ class RationalConfig:
         if self.channel_dim not in (-1, 1, None):
             raise UserError(f"channel_dim must be -1 or 1, got {self.channel_dim!r}")
         check_integer("groups", self.groups, minimum=1)
-        if self.width is not None:
-            check_integer("width", self.width, minimum=1)
+        for name in ("width", "experts"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), minimum=1)
 
     def fit(self) -> RationalFit:
         """Return the fit that the coefficients start from; raise UserError where it is not said what to fit."""
@@ -139,6 +146,8 @@ class RationalConfig:
 class RationalActivation(nn.Module):
     """An activation that is a rational function: any shape with a multiple of G channels -> the same.
 
+    With `experts` it is called by a module that holds them: rows (S, channels), sorted by expert.
+
     Raises:
         UserError: the config does not say what it is fitted to.
     """
@@ -153,8 +162,10 @@ class RationalActivation(nn.Module):
         config.fit()  # on meta too, where nothing is drawn: a wrong config is told at once
         self.rational_config = config
         m, n = config.degrees
+        self.num_experts, self.expert_ends = config.experts, None
         for side, terms in (("numerator", m + 1), ("denominator", denominator_size(n, config.form))):
-            values = torch.empty(config.groups, terms, device=device, dtype=torch.float32)
+            shape = (config.groups, terms) if config.experts is None else (config.experts, config.groups, terms)
+            values = torch.empty(shape, device=device, dtype=torch.float32)
             setattr(self, f"rational_{side}", nn.Parameter(values))
             base = torch.empty(1, terms, device=device, dtype=torch.float32) if config.anchor == "exact" else None
             self.register_buffer(f"rational_base_{side}", base)
@@ -181,8 +192,12 @@ class RationalActivation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """See `RationalConfig.evaluate`."""
-        coefficients = self.rational_numerator, self.rational_denominator
-        return self.rational_config.evaluate(x, *coefficients, self.base_coefficients())
+        coefficients, base = (self.rational_numerator, self.rational_denominator), self.base_coefficients()
+        if self.num_experts is None:
+            return self.rational_config.evaluate(x, *coefficients, base)
+        return by_expert(
+            functools.partial(self.rational_config.evaluate, base=base), x, self.expert_ends, *coefficients
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         return super()._apply(kept_float32(fn), recurse)
@@ -263,15 +278,17 @@ def _target(name: str, site: Site, config: RationalConfig) -> Target:
         activation=config.activation or site.formula,
         channel_dim=config.channel_dim or site.channel_dim,  # type: ignore[arg-type]
         width=config.width or site.width,
+        experts=site.experts and site.experts.num_experts,  # type: ignore[arg-type]
     )
     refused = f"{site.bypassed}, or leave it out with exclude=" if site.bypassed else ""
     if isinstance(site.module, RationalActivation):
         refused = f"{name} is rational already; start from the plain model, or leave it out with exclude="
     of = "" if config.activation == site.formula else f" in place of {site.formula}"
     weight = getattr(site.neighbour, "weight", None)  # an activation has none to tell its own device
+    of_experts = f", for each of {config.experts} experts" if config.experts else ""
     return Target(
         config=config,
-        details=f"{config.fit()}{of}, {config.groups} groups of {config.width or '?'} channels",
+        details=f"{config.fit()}{of}, {config.groups} groups of {config.width or '?'} channels{of_experts}",
         device=weight.device if isinstance(weight, Tensor) else None,
         skipped=site.skipped,
         refused=refused,

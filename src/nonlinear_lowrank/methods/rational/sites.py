@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers import activations as hf
 
+from nonlinear_lowrank.methods.experts import projections
 from nonlinear_lowrank.methods.matrix import matrix_of
 from nonlinear_lowrank.surgery.targets import functions_called, why_bypassed
 
@@ -71,6 +72,8 @@ class Site:
     """Reason for which swapping would do nothing, with the fix; empty: it is used."""
     skipped: str = ""
     """Reason for which it is skipped unless it is asked for by name: "pooler" or "head"."""
+    experts: nn.Module | None = None
+    """The module that holds experts as 3-D parameters and calls it, which has rows of each."""
 
 
 @dataclass
@@ -232,7 +235,11 @@ def _site(
     before, after = _shapes(children[:place]), _shapes(children[place + 1 :])
     norm = next((each for each in (*children[:place], parent) if isinstance(each, _NORMS_BEHIND_THE_BATCH)), None)
     near = next(iter(before[-1:] + after[:1]), None)
-    if near is not None:
+    experts = parent if projections(parent) and attribute == "act_fn" else None
+    width: int | None
+    if experts is not None:
+        width = projections(experts)[1].d_in
+    elif near is not None:
         width = _width(model, parent, before, after, grandparent)
     elif norm is not None:
         width = getattr(norm, "num_features", None) or getattr(norm, "num_channels", None)
@@ -242,8 +249,11 @@ def _site(
         width = near.d_out if near else sizes[0] if len(sizes) == 1 else None
     behind_batch = near.convolution if near else norm is not None
     neighbour = near.module if near else norm or _with_weight(parent, model)
-    bypassed = why_bypassed(name, attribute, parent, grandparent)
-    return Site(plain, formula, width, 1 if behind_batch else -1, neighbour, bypassed, skipped)
+    # Where another method has replaced experts, their own class still applies the activation.
+    own: Any = getattr(parent, "experts_class", None)
+    calling = parent if own is None else own.__new__(own)
+    bypassed = why_bypassed(name, attribute, calling, grandparent)
+    return Site(plain, formula, width, 1 if behind_batch else -1, neighbour, bypassed, skipped, experts)
 
 
 def _width(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from nonlinear_lowrank.methods.experts import Projection, experts_forward, projections, with_state
+from nonlinear_lowrank.methods.experts import Projection, by_expert, experts_forward, projections, with_state
 from nonlinear_lowrank.ops.precision import kept_float32
 
 from .op import lowrank_linear, lowrank_weight
@@ -78,16 +78,13 @@ class SineExperts(nn.Module):
         ends, config = {each.name: (end, each.d_in) for end, each in self.ends()}, self.sine_config
 
         def linear(name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
-            (end, d_in), first, found = ends[name], 0, []
+            end, d_in = ends[name]
+
+            def of_one(x: Tensor, up: Tensor, down: Tensor, bias: Tensor | None) -> Tensor:
+                return lowrank_linear(x, up, down, bias, config.activation, float(config.omega), config.gain_for(d_in))
+
             biases = getattr(self, f"{name}_bias", None)
-            up, down = self._factors(end)
-            for expert, last in enumerate(ends_E.tolist()):
-                if last > first or last == 0 == expert:
-                    bias = None if biases is None else biases[expert]
-                    settings = config.activation, float(config.omega), config.gain_for(d_in)
-                    found.append(lowrank_linear(x_SI[first:last], up[expert], down[expert], bias, *settings))
-                first = last
-            return torch.cat(found)
+            return by_expert(of_one, x_SI, ends_E.tolist(), *self._factors(end), biases)
 
         return experts_forward(self, linear, hidden_states, top_k_index, top_k_weights)
 
