@@ -52,6 +52,7 @@ _TABLE = {
             "mlm-base": "the paper's BERT on OpenWebText; large GPUs",
             "gpt3-demo": "tiny GPT-3 with nonlinear queries; 2 CPU cores, minutes",
             "gpt3-small": "GPT-3 small with nonlinear queries on OpenWebText; 8 large GPUs",
+            "gpt3-small-best": "the same at the best learning rate and weight decay of its paper",
             "gpt3-stability": "which arm of GPT-3 small diverges at weight decay 0.05",
             "gpt3-stability-high-lr": "the same at weight decay 0.03 and five times the learning rate",
         },

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .arms import Arm
 
 Optimizer = Literal["adamw", "muon"]
-Schedule = Literal["linear", "cosine", "constant"]
+Schedule = Literal["linear", "cosine", "constant", "wsd"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,11 @@ class TrainConfig:
     warmup_share: float = 0.0
     """The same as a share of all steps, where warmup_steps is 0."""
     schedule: Schedule = "linear"
-    """After the warm-up; linear and cosine end at 0."""
+    """After the warm-up. "wsd" (warm-up, stable, decay) is constant, then linear; all but constant end at the floor."""
+    min_lr_share: float = 0.0
+    """The floor, as a share of the peak learning rate. The warm-up of "wsd" starts there, the others' at 0."""
+    decay_share: float = 0.0
+    """Share of all steps over which "wsd" decays, at the end."""
     group_by_length: bool = False
     """Batches of similar lengths, where examples differ: less padding, so fewer hours; the same for every arm."""
     optimizer: Optimizer = "adamw"
@@ -96,7 +100,7 @@ class TrainConfig:
         for name in ("lr", "epochs", "head_lr"):
             if name == "lr" or getattr(self, name) is not None:
                 check_number(name, getattr(self, name), above=0)
-        for name in ("weight_decay", "max_grad_norm", "warmup_share"):
+        for name in ("weight_decay", "max_grad_norm", "warmup_share", "min_lr_share", "decay_share"):
             check_number(name, getattr(self, name), minimum=0)
         if self.seed >= 2**31:
             raise UserError(f"seed must be below 2**31, got {self.seed}")
@@ -106,13 +110,32 @@ class TrainConfig:
             raise UserError("warmup_share must be below 1, and not be given beside warmup_steps")
         if self.steps and self.warmup_steps > self.steps:
             raise UserError(f"warmup_steps ({self.warmup_steps}) must not exceed steps ({self.steps})")
+        self._check_schedule()
         if self.batch_size % self.gradient_accumulation:
             raise UserError(
                 f"batch_size {self.batch_size} does not split into gradient_accumulation {self.gradient_accumulation} "
                 "equal micro-batches"
             )
-        check_choice("schedule", self.schedule, get_args(Schedule))
         check_choice("optimizer", self.optimizer, get_args(Optimizer))
+
+    def _check_schedule(self) -> None:
+        check_choice("schedule", self.schedule, get_args(Schedule))
+        if self.min_lr_share >= 1 or (self.min_lr_share and self.schedule == "constant"):
+            raise UserError("min_lr_share must be below 1, and is of no use to schedule='constant'; omit it")
+        if self.decay_share > 1 or (self.decay_share > 0) != (self.schedule == "wsd"):
+            raise UserError("decay_share must be above 0 and at most 1 with schedule='wsd', and omitted with any other")
+        if self.steps and self.schedule == "wsd" and self.warmup_steps + self.decay_steps > self.steps:
+            raise UserError(
+                f"warmup_steps ({self.warmup_steps}) and decay_share ({self.decay_steps} steps) must not exceed steps "
+                f"({self.steps}) together"
+            )
+        if self.min_lr_share and self.steps and self.warmup_steps == self.steps:
+            raise UserError("min_lr_share needs steps after the warm-up; lower warmup_steps or omit it")
+
+    @property
+    def decay_steps(self) -> int:
+        """The last steps, over which "wsd" decays; only with `steps`."""
+        return max(1, round(self.decay_share * self.steps))
 
     def resolved(self, examples: int) -> "TrainConfig":
         """Return the same with all lengths in steps, for so many training examples.

@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging, strtobool
 
 from nlr_lab.runtime.environment import cpu_threads, deterministic, many_compiled
@@ -32,8 +33,6 @@ from .recipe import Recipe, TrainConfig
 from .result import TrainResult, curve_of, judged, stability
 from .run_folder import RunFolder
 from .trainer import ProgressLines, RunTrainer, Schedule
-
-_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 
 
 def run_training(
@@ -99,6 +98,7 @@ def run_training(
         prepared.check_batch(micro)
         train = recipe.train.resolved(len(prepared.train))
         arguments.max_steps, arguments.warmup_steps = train.steps, train.warmup_steps
+        arguments.lr_scheduler_type, arguments.lr_scheduler_kwargs = _schedule(train, recipe.lr)
         arguments.per_device_train_batch_size = micro
         arguments.per_device_eval_batch_size = train.eval_batch_size or micro
 
@@ -167,6 +167,22 @@ def _surroundings(train: TrainConfig) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def _schedule(train: TrainConfig, lr: float) -> tuple[SchedulerType, dict[str, Any]]:
+    """Return transformers' schedule and its settings; `train` has steps."""
+    floor = train.min_lr_share
+    match train.schedule:
+        case "constant":
+            return SchedulerType.CONSTANT_WITH_WARMUP, {}
+        case "wsd":
+            settings = {"num_decay_steps": train.decay_steps, "decay_type": "linear", "min_lr_ratio": floor}
+            return SchedulerType.WARMUP_STABLE_DECAY, settings
+        case "cosine" if floor:
+            return SchedulerType.COSINE_WITH_MIN_LR, {"min_lr_rate": floor}
+        case "linear" if floor:
+            return SchedulerType.POLYNOMIAL, {"power": 1.0, "lr_end": floor * lr}
+    return SchedulerType(train.schedule), {}
+
+
 def _uses_deepspeed() -> bool:
     return bool(strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")))
 
@@ -190,7 +206,6 @@ def training_arguments(recipe: Recipe, out: Path) -> TrainingArguments:
             learning_rate=recipe.lr,
             weight_decay=train.weight_decay,
             warmup_steps=train.warmup_steps,
-            lr_scheduler_type=_SCHEDULES[train.schedule],
             max_grad_norm=train.max_grad_norm,
             bf16=train.bf16 and not _uses_deepspeed(),
             torch_compile=train.compile,

@@ -66,12 +66,15 @@ TRAINING = {
     "image-tokens-base": {"steps": 250_000, "batch_size": 64, "lr": 3e-4},
     "vit-small": {"epochs": 90, "batch_size": 1024, "lr": 3e-4, "weight_decay": 0.05, "schedule": "cosine"},
     "gpt3-small": {"steps": 60_000, "batch_size": 480, "lr": 6e-4, "weight_decay": 0.1, "betas": (0.9, 0.95)},
+    "gpt3-small-best": {"steps": 60_000, "lr": 1.5e-3, "weight_decay": 2**-5, "schedule": "cosine"},
     "gpt3-stability": {"weight_decay": 0.05, "lr": 6e-4, "stop_diverged": True, "warmup_steps": 2000},
-    "gpt3-stability-high-lr": {"weight_decay": 0.03, "lr": 3e-3, "stop_diverged": True, "schedule": "cosine"},
+    "gpt3-stability-high-lr": {"weight_decay": 2**-5, "lr": 3e-3, "stop_diverged": True, "schedule": "cosine"},
     "sine-vit-cifar100": {"lr": 1e-3, "batch_size": 512, "epochs": 200},
     "sine-vit-base": {"lr": 3e-4, "batch_size": 1024, "epochs": 300},
     "sine-convnext-cifar100": {"lr": 5e-3, "batch_size": 512, "epochs": 150},
 }
+FLOORS = {"gpt3-small": 6e-5, "gpt3-small-best": 3e-5, "gpt3-stability": 6e-5, "gpt3-stability-high-lr": 3e-5}
+"""Learning rates at which the authors' cosines end; those of all others end at 0."""
 GPT2_TEXT = {"source": "Skylion007/openwebtext", "tokenizer": "gpt2", "vocab_size": 50257, "sequence_length": 1024}
 
 
@@ -151,6 +154,7 @@ def test_papers_training(name):
     train = recipe.train
     assert {each: getattr(train, each) for each in TRAINING[name]} == TRAINING[name]
     assert train.stop_diverged == name.startswith("gpt3-stability")
+    assert train.min_lr_share * train.lr == pytest.approx(FLOORS.get(name, 0))
     if name in SIZES:
         backbone = recipe.task.backbone
         assert (backbone.layers, backbone.width, backbone.heads, backbone.hidden, backbone.dropout) == SIZES[name]

@@ -93,6 +93,35 @@ def test_roles_have_their_learning_rates(tmp_path):
             assert sorted(group["params"]) == sorted(name for name, _ in wanted["params"])
 
 
+@pytest.mark.parametrize(
+    ("settings", "factors"),
+    [
+        ({"min_lr_share": 0.1}, {1: 0.5, 2: 1.0, 7: 0.55, 12: 0.1}),
+        ({"schedule": "cosine"}, {1: 0.5, 2: 1.0, 7: 0.5, 12: 0.0}),
+        ({"schedule": "cosine", "min_lr_share": 0.02}, {1: 0.5, 2: 1.0, 7: 0.51, 12: 0.02}),
+        ({"schedule": "wsd", "decay_share": 0.33}, {1: 0.5, 2: 1.0, 8: 1.0, 9: 0.75, 10: 0.5, 12: 0.0}),
+        ({"schedule": "wsd", "decay_share": 0.33, "min_lr_share": 0.2}, {1: 0.6, 2: 1.0, 8: 1.0, 10: 0.6, 12: 0.2}),
+        (
+            {"schedule": "wsd", "decay_share": 0.33, "steps": 0, "epochs": 1, "warmup_steps": 0, "warmup_share": 0.2},
+            {1: 0.5, 2: 1.0, 8: 1.0, 10: 0.5, 12: 0.0},
+        ),
+    ],
+)
+def test_learning_rates_follow_the_schedule(tmp_path, settings, factors):
+    """In every group, whatever its multiplier, and in a resumed run."""
+    recipe = make_recipe("noble:rank=4,lr=3e-3", save_every=1, keep_checkpoints=12, **settings)
+    text = FakeText(train=48)
+    train(tmp_path / "out", recipe, text)
+    train(cut_back(tmp_path / "out", tmp_path / "cut", 7), recipe, text, resume=True)
+    model = recipe.arm.apply(recipe.task.build_model(TEXT, seed=0))
+    peaks = {group["role"]: group["lr"] for group in param_groups(model, 3e-3, verbose=False)}
+    for step, factor in factors.items():
+        for folder in ("out", *["cut"] * (step >= 7)):
+            groups = json.loads((tmp_path / f"{folder}/checkpoints/step-{step:06d}/state.json").read_text())["groups"]
+            for group in groups:
+                assert group["lr"] == pytest.approx(peaks[group["role"]] * factor, abs=1e-12), (folder, step)
+
+
 def test_compiled_run_is_the_same_with_plain_names(tmp_path, monkeypatch):
     plain = train(tmp_path / "plain", dropout=0.0, steps=4)
     # The backend only traces: the plumbing is checked here, not inductor.
