@@ -7,12 +7,12 @@ unmerged and merged again is fixed here:
   the packed form gives garbage. The packed form also has no gradient with respect to the input, and
   bitsandbytes' own way back leaves the scales transposed. Packing rounds the scales to bfloat16, so the way back is
   not to the bit: a module with an adapter is kept from being packed at all.
-- bitsandbytes 4-bit: peft's `set_base_weight` marks the old weight, which is kept here, as unquantized.
 - torchao: dequantizing and quantizing again drifts, so an unmerged weight is the kept one, never a new one.
 """
 
 import copy
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from peft.utils.quantization_utils import QuantizationBackend, resolve_quantization_backend
@@ -38,12 +38,12 @@ def keep_unpacked(base: nn.Module) -> None:
         setattr(base, _PACKS, False)
 
 
-def unpack(base: nn.Module) -> None:
+def unpack(base: Any) -> None:
     """Undo, in place, what a no-grad forward did to a 4-bit weight on this kind of CPU; else nothing.
 
     Called before a weight is read, too: versions of bitsandbytes without a switch to turn off pack it all the same.
     """
-    weight: Any = base.weight
+    weight = base.weight
     state = getattr(weight, "quant_state", None)
     if getattr(state, "packing_format_for_cpu", False):
         weight.data, weight.quant_state = _unpacked(weight.data, state)
@@ -59,75 +59,59 @@ class Kept:
     def __init__(
         self, base: nn.Module, backend: QuantizationBackend | None, copy_plain: bool = True, name: str = "weight"
     ) -> None:
-        self._kind = backend.backend_name if backend else "plain"
-        if backend is not None and (self._kind not in _KINDS or not backend.supports_merge):
+        if backend is not None and (backend.backend_name not in _KINDS or not backend.supports_merge):
             raise UserError(
-                f"adapters cannot be merged into {self._kind or type(base).__name__} weights; load them wide"
+                f"adapters cannot be merged into {backend.backend_name or type(base).__name__} weights; load them wide"
             )
         self._backend, self._name = backend, name
         weight: Any = getattr(base, name)
         self._device = weight.device
-        if self._kind == "bnb 4bit":
-            self._state = copy.deepcopy(weight.quant_state)
-            self._state.to("cpu")
-            self._data = weight.data.cpu().clone()
-        elif self._kind == "bnb 8bit":
-            state: Any = base.state
-            scales = weight.SCB if weight.SCB is not None else state.SCB
-            self._data, self._state = weight.data.cpu().clone(), scales.cpu().clone()
-        elif self._kind == "torchao":
-            # The tensor is never written to: writing puts another in its place.
-            self._data = weight.detach().cpu()
-        else:
-            self._data = weight.detach().to("cpu", copy=True) if copy_plain else weight.detach()
+        if backend is None:
+            self._weight: Any = weight.detach().to("cpu", copy=True) if copy_plain else weight.detach()
+            return
+        self._weight = self._copied(weight, "cpu", getattr(base, "state", None))
+
+    def _copied(self, weight: Any, device: Any, state: Any = None) -> Any:
+        """Return a copy of a quantized weight on a device; bitsandbytes' own `to` depends on its version."""
+        assert self._backend is not None
+        if self._backend.backend_name == "torchao":  # never written to: writing puts another in its place
+            return nn.Parameter(weight.detach().to(device), requires_grad=False)
+        if self._backend.backend_name == "bnb 8bit":
+            data = weight.data.to(device, copy=True)
+            scales = (state.SCB if weight.SCB is None else weight.SCB).to(device, copy=True)
+            options = {"requires_grad": False, "has_fp16_weights": weight.has_fp16_weights}
+            return type(weight)(data, CB=data, SCB=scales, **options)
+        copied = copy.deepcopy(weight)
+        copied.data = copied.data.to(device)
+        copied.quant_state.to(device)
+        return copied
 
     def weight(self) -> Tensor:
         """Return the weight in float, on the module's device; not to be written to."""
-        if self._kind == "bnb 4bit":
-            from bitsandbytes.functional import dequantize_4bit
+        if self._backend is None:
+            return self._weight.to(self._device)
+        base: Any = SimpleNamespace(weight=self._copied(self._weight, self._device), state=SimpleNamespace(SCB=None))
+        unpack(base)
+        return self._backend.get_base_weight(base)
 
-            state, data = copy.deepcopy(self._state), self._data
-            if getattr(state, "packing_format_for_cpu", False):
-                data, state = _unpacked(data, state)
-            state.to(self._device)
-            return dequantize_4bit(data.to(self._device), state)
-        if self._kind == "bnb 8bit":
-            from bitsandbytes.functional import int8_vectorwise_dequant
-
-            return int8_vectorwise_dequant(self._data.to(self._device), self._state.to(self._device))
-        if self._kind == "torchao":
-            return self._data.to(self._device).dequantize()
-        return self._data.to(self._device)
-
-    def restore(self, base: nn.Module) -> None:
+    def restore(self, base: Any) -> None:
         """Put the weight back, every bit of it."""
-        old: Any = getattr(base, self._name)
-        if self._kind == "bnb 4bit":
-            state = copy.deepcopy(self._state)
-            state.to(old.device)
-            base.weight = _like_4bit(old, self._data.clone().to(old.device), quant_state=state, bnb_quantized=True)
-            base.quant_state = state
-        elif self._kind == "bnb 8bit":
-            data, scales = self._data.clone().to(old.device), self._state.clone().to(old.device)
-            options = {"requires_grad": False, "has_fp16_weights": old.has_fp16_weights}
-            base.weight = type(old)(data, CB=data, SCB=scales, **options)
-            base.state.reset_grads()  # type: ignore[union-attr,operator]
-        elif self._kind == "torchao":
-            base.weight = nn.Parameter(self._data.to(old.device), requires_grad=False)
-        else:
-            old.data.copy_(self._data)
+        old = getattr(base, self._name)
+        if self._backend is None:
+            old.data.copy_(self._weight)
+            return
+        base.weight = self._copied(self._weight, old.device)
+        if self._backend.backend_name == "bnb 4bit":
+            base.quant_state = base.weight.quant_state
+        elif self._backend.backend_name == "bnb 8bit":
+            base.state.reset_grads()
 
     def write(self, layer: Any, weight: Tensor) -> None:
         """Write another weight, in float, to the module inside an adapter layer, quantized like its own."""
-        base = layer.get_base_layer()
-        if self._kind == "bnb 4bit":
-            device = base.weight.device
-            base.weight = _like_4bit(base.weight, weight.cpu(), bnb_quantized=False).to(device)
-            base.quant_state = base.weight.quant_state
-        elif self._backend is not None:
-            self._backend.set_base_weight(layer, weight)
+        if self._backend is None:
+            getattr(layer.get_base_layer(), self._name).data.copy_(weight)
         else:
-            getattr(base, self._name).data.copy_(weight)
+            self._backend.set_base_weight(layer, weight)
 
 
 _KINDS = ("bnb 4bit", "bnb 8bit", "torchao")
@@ -143,8 +127,3 @@ def _unpacked(data: Tensor, state: Any) -> tuple[Tensor, Any]:
         # bitsandbytes (0.50) forgets the scales that are not quantized themselves: still (blocks of a row, rows).
         state.absmax = state.absmax.t().reshape(-1).float()
     return data, state
-
-
-def _like_4bit(weight: Any, data: Tensor, **options: Any) -> Any:
-    same = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "module")
-    return type(weight)(data, requires_grad=False, **{name: getattr(weight, name) for name in same}, **options)
