@@ -1,7 +1,5 @@
 """peft's LoRA layers as bases: their tensors and names, with learning-rate roles and merging to the bit.
 
-    W' = W + scaling * B A                            `LoraLinear`, NoRA++'s
-
 A and B are peft's `lora_A` and `lora_B`, and of an embedding `lora_embedding_B.T` and `lora_embedding_A.T`.
 
 Merging starts from the weight as it was before any adapter, kept on the CPU, and goes through the adapters sorted by
@@ -13,14 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate.utils import align_module_device
-from peft.tuners import lora
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Role
-from nonlinear_lowrank.ops.precision import wide_dtype
 
 from .quantized import Kept, unpack
 from .weights import AdapterLayer
@@ -38,12 +33,6 @@ class LoraLayer(AdapterLayer):
     """Name of the parameter that is adapted, in the base module."""
     _kept: Kept | None = None
     _kept_bias: Kept | None = None
-    r: dict[str, int]
-    scaling: dict[str, float]
-    lora_A: Any
-    lora_B: Any
-    lora_bias: dict[str, bool]
-    lora_dropout: Any
 
     def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
         """Return the weight with adapters in it, formed in float32 (float64 for float64), rounded once.
@@ -103,7 +92,7 @@ class LoraLayer(AdapterLayer):
 
     def merging(self, names: Sequence[str], keep: bool) -> tuple[Sequence[Tensor], Callable[[], None]]:
         """See `AdapterLayer`; a bias as well where an adapter trains one."""
-        base: Any = self.get_base_layer()
+        base = self.get_base_layer()
         biased = any(self.lora_bias[name] for name in names)
         if biased and getattr(base, "bias", None) is None:
             raise UserError("an adapter with lora_bias=True cannot be merged into a layer without a bias")
@@ -127,27 +116,6 @@ class LoraLayer(AdapterLayer):
             if kept is not None:
                 kept.restore(self.get_base_layer())
         self._kept, self._kept_bias, self.merged_adapters = None, None, []
-
-
-class LoraLinear(LoraLayer, lora.Linear):
-    """LoRA around nn.Linear, Conv1D and quantized linears: (..., d_in) -> (..., d_out)."""
-
-    def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
-        """See `AdapterLayer`; the factors are cast to x's type."""
-        y = self.based(x, *args, **kwargs)
-        for name in names:
-            up, down = (each.to(x.dtype) for each in self.matrices(name))
-            y = y + (self.scaling[name] * F.linear(F.linear(self.lora_dropout[name](x), down), up)).to(y.dtype)
-        return y
-
-    def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
-        wide = wide_dtype(weight)
-        total = weight.to(wide)
-        for name in names:
-            up, down = self.matrices(name)
-            product = self.scaling[name] * (up.to(wide) @ down.to(wide))
-            total = total + (product.t() if self.fan_in_fan_out else product)
-        return total.to(weight.dtype)
 
 
 def read_parameter(module: nn.Module, name: str = "weight") -> Tensor:

@@ -38,7 +38,6 @@ class SineLayer(LoraLayer):
 
     other_param_names: tuple[str, ...] = (*lora.LoraLayer.other_param_names, "omega", "gain", "cached")
     lora_variants: ClassVar[Mapping[Any, Any]] = {(): None, ("use_dora",): None}
-    lora_magnitude_vector: Any
     role = "sine_lora"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -255,16 +254,14 @@ class SineLinear(_ProductLayer, lora.Linear):
 class _Convolution(_ProductLayer):
     """Around a convolution of any size: (B, d_in, ...) -> (B, d_out, ...)."""
 
-    conv_fn: Any
-
     def matrices(self, name: str) -> tuple[Tensor, Tensor]:
         """See `SineLayer`; with groups B is block-diagonal."""
         up, down = super().matrices(name)
-        groups: Any = self.get_base_layer().groups
+        groups = self.get_base_layer().groups
         return up if groups == 1 else torch.block_diag(*up.chunk(groups)), down
 
     def applied(self, x: Tensor, source: Any, bias: Tensor | None, names: Sequence[str], *, base: bool) -> Tensor:
-        conv: Any = self.get_base_layer()
+        conv = self.get_base_layer()
         factors = [self.factors(name) for name in names]
         if isinstance(matrix_of(conv), Matrix):
             return sine_layer(x, source, bias, factors, base=base, stride=conv.stride)
@@ -272,7 +269,7 @@ class _Convolution(_ProductLayer):
         return self.multiplied(x, weight if base else weight.unflatten(1, (-1, *conv.kernel_size)), bias)
 
     def multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        conv: Any = self.get_base_layer()
+        conv = self.get_base_layer()
         x, padding = autocast_input(x), conv.padding
         if conv.padding_mode != "zeros":
             x, padding = F.pad(x, conv._reversed_padding_repeated_twice, mode=conv.padding_mode), 0
@@ -283,12 +280,12 @@ class _Convolution(_ProductLayer):
     def dense_weight(self) -> Tensor:
         """See `SineLayer`; of a convolution in groups (d_out, d_in), zero between them."""
         weight = self.original_weight()
-        groups: Any = self.get_base_layer().groups
+        groups = self.get_base_layer().groups
         return weight if groups == 1 else torch.block_diag(*weight.flatten(1).chunk(groups))
 
     def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
         """See `LoraLayer`; refuse groups, whose weight has not the delta's channels."""
-        base: Any = self.get_base_layer()
+        base = self.get_base_layer()
         if base.groups > 1:
             raise UserError("an adapter on a convolution with groups cannot be merged; keep it as an adapter")
         if isinstance(matrix_of(base), Matrix):

@@ -166,18 +166,16 @@ class CheckedTuner(BaseTuner):
             if mine and hasattr(tensor, "device_mesh"):
                 raise UserError(f"{name} is sharded; merge before sharding, in one process")
 
-    def _before_merge(self, adapter_names: list[str] | None, safe_merge: bool) -> list[AdapterLayer]:
+    def _before_merge(self, adapter_names: list[str] | None, safe_merge: bool) -> None:
         if isinstance(adapter_names, str):
             raise UserError(f"adapter_names must be a list of names, such as [{adapter_names!r}]")
         if unknown := sorted({*(adapter_names or [])} - {*(known := self.peft_config)}):
             raise UserError(f"there is no adapter {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
         self._check_merge_allowed()
-        layers = [module for module in self.model.modules() if isinstance(module, AdapterLayer)]
-        if safe_merge:
-            # All before the first: a merge that fails half way would leave a model that is neither.
-            for layer in layers:
-                layer.check_merge(adapter_names)
-        return layers
+        # All before the first: a merge that fails half way would leave a model that is neither.
+        for module in self.model.modules() if safe_merge else ():
+            if isinstance(module, AdapterLayer):
+                module.check_merge(adapter_names)
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
         """Merge as peft does; with safe_merge every layer is checked before the first is changed."""

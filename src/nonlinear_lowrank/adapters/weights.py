@@ -13,13 +13,10 @@ Rules that peft's own machinery imposes:
 - Adapters are float32 beside a bfloat16 base unless autocast_adapter_dtype=False: cast the small matrices to
   the input's type for products, never the input to float32.
 - `names` of `adapted` are sorted, so that results do not depend on the order of loading.
-
-Whatever a module stores, a method sees one matrix (d_out, d_in): the weight of a linear, the transpose of a Conv1D's, a
-1x1 kernel without its last two dimensions, an embedding's table as it is (d_out = number of rows).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
@@ -52,6 +49,12 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
     """A module with adapters around it, called with the active ones or with one a row."""
 
     base_layer: Any
+
+    if TYPE_CHECKING:  # torch's own tell no more than Tensor or Module
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def get_base_layer(self) -> Any: ...
 
     def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
         """Return the module's output with these adapters (at least one, each present, sorted)."""

@@ -30,11 +30,7 @@ from .op import Branch, noble_branch, noble_linear
 
 @dataclass
 class NobleAdapterConfig(AdapterConfig):
-    """Settings of NOBLE adapters, for `peft.get_peft_model`; see also `AdapterConfig`.
-
-    Raises:
-        UserError: a value is out of range; the message names the field and what it may be.
-    """
+    """Settings of NOBLE adapters, for `peft.get_peft_model`; see also `AdapterConfig`."""
 
     type_name: ClassVar[str] = "NLR_NOBLE"
     mergeable: ClassVar[bool] = False
@@ -86,11 +82,6 @@ class NobleAdapterLinear(WeightLayer):
     """A frozen linear (nn.Linear, Conv1D, quantized ones) with NOBLE branches: (..., d_in) -> (..., d_out)."""
 
     adapter_layer_names = ("nlr_noble_down", "nlr_noble_up", "nlr_noble_mix", "nlr_noble_frequency", "nlr_noble_phase")
-    nlr_noble_down: Any
-    nlr_noble_up: Any
-    nlr_noble_mix: Any
-    nlr_noble_frequency: Any
-    nlr_noble_phase: Any
 
     def add_parameters(self, name: str, config: NobleAdapterConfig) -> None:
         r, depth = config.r, config.depth
@@ -121,14 +112,11 @@ class NobleAdapterLinear(WeightLayer):
         """(..., d_in) -> (..., d_out); the first branch in one operator with the base where that is plain."""
         y = None
         for name in names:
-            config: NobleAdapterConfig = self.configs[name]
-            branch = self._branch(name, x)
-            if config.dropout > 0 and self.training:
-                y = (self.base_layer(x) if y is None else y) + noble_branch(F.dropout(x, config.dropout), branch)
-            elif y is None and is_plain(self.base_layer):
+            branch, dropout = self._branch(name, x), self.configs[name].dropout if self.training else 0.0
+            if y is None and not dropout and is_plain(self.base_layer):
                 y = noble_linear(x, self.matrix.of(self.base_layer.weight), self.base_layer.bias, branch)
             else:
-                y = (self.base_layer(x) if y is None else y) + noble_branch(x, branch)
+                y = (self.base_layer(x) if y is None else y) + noble_branch(F.dropout(x, dropout), branch)
         assert y is not None
         return y
 
@@ -167,10 +155,8 @@ class NobleAdapterConv2d(NobleAdapterLinear):
 
     def adapted(self, x: Tensor, names: Sequence[str]) -> Tensor:
         """(..., d_in, H, W) -> (..., d_out, H', W')."""
-        base = self.get_base_layer()
-        assert isinstance(base, nn.Conv2d)
-        y = self.base_layer(x)
-        pixels = x[..., :: base.stride[0], :: base.stride[1]].movedim(-3, -1)
+        y, (down, right) = self.base_layer(x), self.get_base_layer().stride
+        pixels = x[..., ::down, ::right].movedim(-3, -1)
         for name in names:
             dropout = self.configs[name].dropout if self.training else 0.0
             y = y + noble_branch(F.dropout(pixels, dropout), self._branch(name, x)).movedim(-1, -3)

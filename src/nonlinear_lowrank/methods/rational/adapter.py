@@ -7,10 +7,10 @@ makes an activation a `RationalActivation` with the shift in its coefficients, a
 and the Auto classes know (`hub`).
 """
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -134,9 +134,11 @@ class NoraModel(AdapterModel):
         super()._prepare_model(peft_config, model)
 
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:  # type: ignore[override]
-        matched = check_target_module_exists(_activation_proxy(peft_config, key), key)
+        everything = peft_config.target_modules == ALL_ACTIVATIONS
+        asked = _aimed(peft_config, {key.rpartition(".")[2]}) if everything else peft_config
+        matched = check_target_module_exists(asked, key)
         site = self._survey.sites.get(key)
-        if site and not (site.skipped and peft_config.target_modules == ALL_ACTIVATIONS):
+        if site and not (site.skipped and everything):
             return matched
         if self._linears is not None:
             return check_target_module_exists(self._linears, key)
@@ -303,22 +305,17 @@ def lora_to_nora(model: PeftModel, adapter_name: str = "default", **settings: An
     return tuned
 
 
-def _activation_proxy(config: NoraConfig, key: str) -> Any:
-    """Return what peft's matching takes: the fields it reads, with the activation itself where all are wanted."""
-    everything = config.target_modules == ALL_ACTIVATIONS
-    read = ("exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern")
-    return SimpleNamespace(
-        target_modules={key.rpartition(".")[2]} if everything else config.target_modules,
-        **{name: getattr(config, name) for name in read},
-    )
+def _aimed(config: NoraConfig, targets: Any) -> Any:
+    """Return a config with other targets, for peft's matching."""
+    config = copy.copy(config)
+    config.target_modules = targets
+    return config
 
 
 def _lora_proxy(config: NoraConfig, model: nn.Module) -> Any:
     if not config.lora_r:
         return None
-    proxy = _activation_proxy(config, "")
-    proxy.target_modules, proxy.task_type = config.lora_target_modules, config.task_type
-    _maybe_include_all_linear_layers(proxy, model)
+    proxy: Any = _maybe_include_all_linear_layers(_aimed(config, config.lora_target_modules), model)
     if config.lora_target_modules == ALL_LINEAR:
         proxy.target_modules = set(proxy.target_modules) - output_head_names(model).keys()
     return proxy

@@ -26,10 +26,11 @@ from typing import Any, ClassVar, Literal, Self, get_args
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig
+from peft.tuners import lora
 from torch import Tensor, nn
 
 from nonlinear_lowrank.adapters.config import AdapterConfig
-from nonlinear_lowrank.adapters.lora import LoraLinear
+from nonlinear_lowrank.adapters.lora import LoraLayer
 from nonlinear_lowrank.adapters.sine import SineLinear
 from nonlinear_lowrank.adapters.weights import TensorLayer
 from nonlinear_lowrank.errors import UserError
@@ -55,9 +56,6 @@ class NoraConfig(AdapterConfig):
     """Settings of NoRA (and NoRA++ with lora_r > 0), for `peft.get_peft_model`; see also `AdapterConfig`.
 
     `target_modules` are activation modules here: by default "all-activations", all but those of poolers and heads.
-
-    Raises:
-        UserError: a value is out of range; the message names the field and what it may be.
     """
 
     type_name: ClassVar[str] = "NLR_NORA"
@@ -286,11 +284,11 @@ class NoraActivation(TensorLayer):
             if config.tuning in _FACTORED:
                 shifted, shared = theta.shape[1] - self._first(name, side), config.tuning == "shared"
                 shape = (config.r, shifted) if shared else (config.groups, shifted, config.r)
-                self._dict(side, "_a")[name] = self.parameter(*shape)
-                self._dict(side, "_b")[name] = self.parameter(config.groups, config.r)
+                getattr(self, f"lora_{side}_a")[name] = self.parameter(*shape)
+                getattr(self, f"lora_{side}_b")[name] = self.parameter(config.groups, config.r)
             else:
                 terms = 1 if config.tuning == "constants" else theta.shape[1]
-                self._dict(side)[name] = self.parameter(config.groups, terms)
+                getattr(self, f"lora_{side}")[name] = self.parameter(config.groups, terms)
 
     def reset_adapter(self, name: str) -> None:
         """Draw the table; with init_weights=False a shift of coefficient k of about 0.3 / L^k, L the end of the fit's
@@ -300,16 +298,16 @@ class NoraActivation(TensorLayer):
             if not _is_tuned(config, side):
                 continue
             if config.tuning in _FACTORED:
-                a, shared = self._dict(side, "_a")[name].weight, config.tuning == "shared"
+                a, shared = getattr(self, f"lora_{side}_a")[name].weight, config.tuning == "shared"
                 spread = a.shape[1] ** -0.5 if shared else config.init_std
                 nn.init.uniform_(a, -spread, spread) if shared else nn.init.normal_(a, std=spread)
                 std = 0.0 if config.init_weights else _RANDOM / (spread * config.r**0.5)
-                nn.init.normal_(self._dict(side, "_b")[name].weight, std=std)
+                nn.init.normal_(getattr(self, f"lora_{side}_b")[name].weight, std=std)
                 if not config.init_weights:
                     falling = self._falling(name, a.shape[1], self._first(name, side)).to(a.device)
                     a.mul_(falling if shared else falling[:, None])
                 continue
-            tensor = self._dict(side)[name].weight
+            tensor = getattr(self, f"lora_{side}")[name].weight
             nn.init.normal_(tensor, std=0.0 if config.init_weights else _RANDOM)
             if not config.init_weights:
                 tensor.mul_(self._falling(name, tensor.shape[1], 0).to(tensor.device))
@@ -328,9 +326,6 @@ class NoraActivation(TensorLayer):
         settings = self.rational(name)
         fit = fit_rational("gelu", form=settings.form, degrees=settings.degrees, fit_range=settings.fit_range)
         return _row(fit.numerator), _row(fit.denominator)
-
-    def _dict(self, side: str, factor: str = "") -> Any:
-        return getattr(self, f"lora_{side}{factor}")
 
     def _first(self, name: str, side: str) -> int:
         """Return the first coefficient that a shift of factors touches; constants stay, but for a0 with "shared"."""
@@ -374,13 +369,13 @@ class NoraActivation(TensorLayer):
             return None
         theta = self.theta(name)[index]
         if config.tuning in _FACTORED:
-            a, b = self._dict(side, "_a")[name](), self._dict(side, "_b")[name]()
+            a, b = getattr(self, f"lora_{side}_a")[name](), getattr(self, f"lora_{side}_b")[name]()
             if config.tuning == "shared":
                 a = a.t() * (2.0 if config.shift_alpha is None else config.shift_alpha / config.r)
             # Written out: a matrix product would be rounded to 16 bits under autocast.
             shift = (a.to(wide_dtype(a)) * b.to(wide_dtype(b))[:, None, :]).sum(-1)
             return F.pad(shift, (self._first(name, side), 0))
-        values = self._dict(side)[name]()
+        values = getattr(self, f"lora_{side}")[name]()
         values = values.to(wide_dtype(values))
         if config.tuning == "constants":
             return F.pad(values, (0, theta.shape[1] - 1))
@@ -459,10 +454,27 @@ def _grouped(rows: Tensor, groups: int) -> Tensor:
     return rows.repeat_interleave(groups // rows.shape[0], 0)
 
 
-class NoraLoraLinear(LoraLinear):
+class NoraLoraLinear(LoraLayer, lora.Linear):
     """LoRA around nn.Linear, Conv1D and quantized linears: (..., d_in) -> (..., d_out)."""
 
     role = "nora.lora"
+
+    def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
+        """See `AdapterLayer`; the factors are cast to x's type."""
+        y = self.based(x, *args, **kwargs)
+        for name in names:
+            up, down = (each.to(x.dtype) for each in self.matrices(name))
+            y = y + (self.scaling[name] * F.linear(F.linear(self.lora_dropout[name](x), down), up)).to(y.dtype)
+        return y
+
+    def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
+        wide = wide_dtype(weight)
+        total = weight.to(wide)
+        for name in names:
+            up, down = self.matrices(name)
+            product = self.scaling[name] * (up.to(wide) @ down.to(wide))
+            total = total + (product.t() if self.fan_in_fan_out else product)
+        return total.to(weight.dtype)
 
 
 class NoraSineLinear(SineLinear):

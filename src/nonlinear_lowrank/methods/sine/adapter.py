@@ -4,14 +4,9 @@
     W' = m * (W + D) / |W + D|                        sine-DoRA (use_dora=True); | | of each row, not differentiated
 
 The layers are peft's own LoRA layers (`adapters.sine`), so that names, inits and whatever peft does with LoRA are its
-own. Init and learning-rate table; d_in is the width that |.| runs over: in_features, `weight.shape[0]` of a Conv1D,
-channels times kernel size of a convolution, embedding_dim of an embedding (whose d_out is the number of tokens).
-
-| tensor                        | shape      | init                              | lr x | decay |
-|-------------------------------|------------|-----------------------------------|------|-------|
-| lora_A, lora_embedding_B.T    | (r, d_in)  | U(-1, 1) / sqrt(d_in), as LoRA's A | 1    | yes   |
-| lora_B, lora_embedding_A.T    | (d_out, r) | 0                                 | 1    | yes   |
-| lora_magnitude_vector         | (d_out)    | |W|, with use_dora only           | 1    | no    |
+own; docs/sine-lora.md has the table of tensors and inits. d_in is the width that |.| runs over: in_features,
+`weight.shape[0]` of a Conv1D, channels times kernel size of a convolution, embedding_dim of an embedding (whose d_out
+is the number of tokens).
 
 omega, gain and scaling are settings and not trained. At the zero start the gradient of B is omega * scaling / gain
 times that of LoRA, so the learning rates of the two differ.
@@ -125,9 +120,6 @@ class SineLoraConfig(NamedConfig, LoraConfig):
 class SineEmbedding(SineLayer, lora.Embedding):
     """Around an embedding; rows that are looked up are formed, and no others."""
 
-    lora_embedding_A: Any
-    lora_embedding_B: Any
-
     def matrices(self, name: str) -> tuple[Tensor, Tensor]:
         """Return B (tokens, r) and A (r, embedding_dim), views."""
         return self.lora_embedding_A[name].t(), self.lora_embedding_B[name].t()
@@ -141,7 +133,7 @@ class SineEmbedding(SineLayer, lora.Embedding):
 
     def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
         """Indices (...) -> (..., embedding_dim)."""
-        base: Any = self.get_base_layer()
+        base = self.get_base_layer()
         # Which classes look up plainly was checked before they were wrapped.
         plain = type(self.base_layer.weight) is nn.Parameter and not is_hooked(self.base_layer)
         factors = [self.factors(name) for name in names]
