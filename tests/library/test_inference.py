@@ -10,8 +10,8 @@ from torch import nn
 
 import model_helpers
 import nonlinear_lowrank as nlr
-from nonlinear_lowrank import UserError
 from nonlinear_lowrank.methods.noble.fused import FusedNoble, FusedNobleLinear
+from refusals import assert_refused
 
 SETTINGS = {
     "cosnet": {},
@@ -155,11 +155,9 @@ def test_wrong_inputs_and_saving(tmp_path, monkeypatch):
         (model, {"dense": "int8"}, r"pip install 'nonlinear-lowrank\[quantized\]'"),
         (copy.deepcopy(model).to("meta"), {}, r"on meta; optimize the plain model"),
     ):
-        with pytest.raises(UserError, match=words):
-            nlr.optimize_for_inference(wrong, **options)
+        assert_refused(words, nlr.optimize_for_inference, wrong, **options)
     nlr.optimize_for_inference(model)
-    with pytest.raises(UserError, match="save it before"):
-        model.save_pretrained(tmp_path / "out")
+    assert_refused("save it before", model.save_pretrained, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -194,8 +192,7 @@ def test_dense_weights_are_8_bits_and_branches_are_not(dense, error):
         found = model(**inputs).logits
         assert model.generate(inputs["input_ids"][:1], max_new_tokens=4, do_sample=False).shape == generated.shape
     assert 0 < (found - expected).abs().max() <= error * expected.abs().max()
-    with pytest.raises(UserError, match="cannot be saved"):
-        model.save_pretrained("out")
+    assert_refused("cannot be saved", model.save_pretrained, "out")
 
 
 @quantized
@@ -203,6 +200,5 @@ def test_an_optimized_or_quantized_model_is_not_optimized_again():
     pytest.importorskip("torchao.quantization")
     model = with_branches(model_helpers.llama())
     nlr.optimize_for_inference(model, dense="int8")
-    with pytest.raises(UserError, match="optimize the plain model first"):
-        nlr.optimize_for_inference(model)
+    assert_refused("optimize the plain model first", nlr.optimize_for_inference, model)
     assert isinstance(model.lm_head, nn.Linear)

@@ -9,7 +9,8 @@ from torch import nn
 
 import nonlinear_lowrank as nlr
 from model_helpers import FAMILIES, batch
-from nonlinear_lowrank import NobleConfig, UserError
+from nonlinear_lowrank import NobleConfig
+from refusals import assert_refused
 
 KINDS = {
     "muon": partial(torch.optim.Muon, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
@@ -68,8 +69,7 @@ def test_a_fresh_list_each_time_and_names_reach_the_optimizer(capsys):
 )
 def test_bad_arguments(arguments, word):
     model = nn.Linear(3, 3).requires_grad_("lr" in arguments)
-    with pytest.raises(UserError, match=word):
-        nlr.param_groups(model, **{"lr": 1, **arguments})
+    assert_refused(word, nlr.param_groups, model, **{"lr": 1, **arguments})
 
 
 def test_muon_gets_dense_matrices_only():
@@ -146,8 +146,7 @@ def test_a_group_that_is_added_is_trained(kind):
 
 
 def test_a_group_that_cannot_be_added_changes_nothing():
-    with pytest.raises(UserError, match="muon=True"):
-        nlr.MuonAdamW(nn.Linear(3, 3).parameters())
+    assert_refused("muon=True", nlr.MuonAdamW, nn.Linear(3, 3).parameters())
     _, optimizer = muon_and_adamw()
     before = len(optimizer.param_groups)
     vector = [("late", nn.Parameter(torch.ones(3)))]
@@ -155,8 +154,7 @@ def test_a_group_that_cannot_be_added_changes_nothing():
         ({"params": vector}, "must have optimizer 'muon' or 'adamw', got None"),
         ({"params": vector, "optimizer": "muon"}, "Muon is for matrices"),
     ):
-        with pytest.raises(UserError, match=message):
-            optimizer.add_param_group(group)
+        assert_refused(message, optimizer.add_param_group, group)
         assert len(optimizer.param_groups) == before
 
 

@@ -21,6 +21,7 @@ from transformers import (
 import nonlinear_lowrank as nlr
 from model_helpers import FAMILIES, auto_class, batch, llama, randomised
 from nonlinear_lowrank.hub import conversion, convert, load_model
+from refusals import assert_refused
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
 NOBLE = nlr.NobleConfig(rank=3)
@@ -125,8 +126,7 @@ def test_converting_models_of_text_and_images_and_refusing_what_cannot_be_measur
         assert report.bit_equal
     waves = {"conv_dim": (32,), "conv_stride": (5,), "conv_kernel": (5,), "num_conv_pos_embedding_groups": 4}
     written(Wav2Vec2Model(Wav2Vec2Config(**SIZES, **waves, vocab_size=9)), tmp_path / "waves")
-    with pytest.raises(nlr.UserError, match="cannot measure Wav2Vec2Model"):
-        convert(tmp_path / "waves", tmp_path / "no", NOBLE)
+    assert_refused("cannot measure Wav2Vec2Model", convert, tmp_path / "waves", tmp_path / "no", NOBLE)
     assert names_of(tmp_path) == {"llava", "clip", "out", "waves"}
 
 
@@ -156,9 +156,7 @@ def test_converting_refuses_in_one_line_and_writes_nothing(plain, tmp_path):
         ({"output_dir": tmp_path, "overwrite": True}, "overlaps the input"),
     ]
     for change, message in refused:
-        with pytest.raises(nlr.UserError, match=message) as caught:
-            convert(**{"input_dir": plain, "output_dir": out, "config": NOBLE, **change})
-        assert "\n" not in str(caught.value)
+        assert_refused(message, convert, **{"input_dir": plain, "output_dir": out, "config": NOBLE, **change})
         assert names_of(tmp_path) == before
     load_model(plain)
 
@@ -167,8 +165,7 @@ def test_converting_into_a_full_folder_or_disk(plain, tmp_path, monkeypatch):
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("precious")
-    with pytest.raises(nlr.UserError, match="not an empty folder; choose another or pass overwrite"):
-        convert(plain, out, NOBLE)
+    assert_refused("not an empty folder; choose another or pass overwrite", convert, plain, out, NOBLE)
     assert names_of(out) == {"mine.txt"}
     convert(plain, out, NOBLE, overwrite=True)
     assert "mine.txt" not in names_of(out)
@@ -178,7 +175,6 @@ def test_converting_into_a_full_folder_or_disk(plain, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(conversion, "copy_companions", fail)
-    with pytest.raises(nlr.UserError, match=r"cannot write .*out: no space left"):
-        convert(plain, out, nlr.NobleConfig(rank=5), overwrite=True)
+    assert_refused(r"cannot write .*out: no space left", convert, plain, out, nlr.NobleConfig(rank=5), overwrite=True)
     assert (out / "model.safetensors").read_bytes() == before
     assert names_of(tmp_path) == {"plain", "out"}

@@ -18,6 +18,7 @@ from nonlinear_lowrank import UserError
 from nonlinear_lowrank.methods.noble import NobleLinear
 from nonlinear_lowrank.methods.sine import SineLowRankLinear
 from processes_helpers import run_processes
+from refusals import assert_refused
 
 pytest.importorskip("triton")  # torchtitan imports it, on every device
 with warnings.catch_warnings():
@@ -303,8 +304,7 @@ def test_a_checkpoint_is_read_whole(tmp_path, monkeypatch):
         trainer, _ = kit.trained(config)
         state = kit.whole_state(trainer)
     step = tmp_path / "checkpoint" / "step-2"
-    with pytest.raises(UserError, match=r"is a pickle.*allow_torch_checkpoints=True"):
-        titan.read_checkpoint(config.model_spec, step)
+    assert_refused(r"is a pickle.*allow_torch_checkpoints=True", titan.read_checkpoint, config.model_spec, step)
     read = titan.read_checkpoint(config.model_spec, step, allow_torch_checkpoints=True)
     assert read.keys() == state.keys()
     assert all(read[name].equal(state[name]) for name in state)
@@ -377,21 +377,17 @@ def test_wrong_settings_are_refused_and_change_nothing(which, method, message):
         return re.sub(r" at 0x\w+", "", str(job.model_spec.model.to_dict())), copy.deepcopy(job.optimizer)
 
     before = state()
-    with pytest.raises(UserError, match=message) as refused:
-        titan.augment(job, method, **which)
-    assert "\n" not in str(refused.value)
+    assert_refused(message, titan.augment, job, method, **which)
     assert state() == before
 
 
 def test_a_job_is_augmented_once():
     job = titan.augment(kit.job(kit.llama(), "unused"), NOBLE, include=r".*feed_forward.*")
-    with pytest.raises(UserError, match="augmented already"):
-        titan.augment(job, SINE)
+    assert_refused("augmented already", titan.augment, job, SINE)
     with pytest.raises(UserError, match="is augmented already"):
         titan.AugmentConverter.Config(method=SINE, include=r".*w1").build().convert(job.model_spec.model)
     job.model_spec = None
-    with pytest.raises(UserError, match="has no model_spec"):
-        titan.augment(job, NOBLE)
+    assert_refused("has no model_spec", titan.augment, job, NOBLE)
 
 
 def _optimizer(groups, **kwargs):
@@ -413,8 +409,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize(("optimizer", "message"), OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizers_that_do_not_fit_are_refused(optimizer, message):
-    with pytest.raises(UserError, match=message):
-        titan.optimizer_config(optimizer, augmented().model)
+    assert_refused(message, titan.optimizer_config, optimizer, augmented().model)
 
 
 def test_muon_gets_what_is_dense():
@@ -431,14 +426,12 @@ def test_tensor_parallelism_and_rounded_sine_factors_are_refused():
     class Two:
         tp_enabled, tp, spmd_backend = True, 2, "spmd_types"
 
-    with pytest.raises(UserError, match="tensor_parallel_degree 1"):
-        kit.built(augmented()).parallelize(Two())
+    assert_refused("tensor_parallel_degree 1", kit.built(augmented()).parallelize, Two())
     model = kit.built(augmented(method=SINE))
     for module in model.modules():
         if isinstance(module, SineLowRankLinear):
             module.sine_up.data = module.sine_up.data.bfloat16()
-    with pytest.raises(UserError, match="mixed_precision_param float32"):
-        model(torch.zeros(1, 4, dtype=torch.long))
+    assert_refused("mixed_precision_param float32", model, torch.zeros(1, 4, dtype=torch.long))
 
 
 def test_states_and_folders_that_do_not_fit_are_refused(tmp_path):
@@ -449,13 +442,10 @@ def test_states_and_folders_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"1 extra .*; 1 of another shape"):
         titan.export(spec, state | {"more": torch.zeros(1), "norm.weight": torch.zeros(3)}, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(UserError, match="qwen3 is not Llama 3; give plain_config="):
-        titan.hf_config(augmented(kit.qwen()))
-    with pytest.raises(UserError, match="does not exist"):
-        titan.export(spec, state, tmp_path / "out", assets=tmp_path / "none")
+    assert_refused("qwen3 is not Llama 3; give plain_config=", titan.hf_config, augmented(kit.qwen()))
+    assert_refused("does not exist", titan.export, spec, state, tmp_path / "out", assets=tmp_path / "none")
     folder = titan.export(spec, state, tmp_path / "out")
-    with pytest.raises(UserError, match="is not an empty folder"):
-        titan.export(spec, state, tmp_path / "out")
+    assert_refused("is not an empty folder", titan.export, spec, state, tmp_path / "out")
     for other in (nlr.NobleConfig(rank=5), nlr.NobleConfig(rank=4, depth=1), SINE):
         with pytest.raises(UserError, match=r"has other layers than the model, first at model.layers.0.mlp.down_proj"):
             titan.read_hf(augmented(method=other), folder)
@@ -463,8 +453,7 @@ def test_states_and_folders_that_do_not_fit_are_refused(tmp_path):
     assert titan.read_hf(augmented(method=nlr.NobleConfig(rank=4, up_scale=0.1, phase_lr=2)), folder).keys()
     with pytest.raises(UserError, match=r"does not fit llama3 tiny|does not fit the model"):
         titan.read_hf(augmented(kit.llama(hidden=40)), folder)
-    with pytest.raises(UserError, match=r"it has no .metadata"):
-        titan.read_checkpoint(spec, folder, allow_torch_checkpoints=True)
+    assert_refused(r"it has no .metadata", titan.read_checkpoint, spec, folder, allow_torch_checkpoints=True)
 
 
 def test_another_version_is_refused(monkeypatch):

@@ -13,6 +13,7 @@ from attention_helpers import big_code, by_head, by_part, cross_attending, group
 from model_helpers import ALL, FAMILIES, batch
 from nlr_lab.training import Arm
 from nonlinear_lowrank import NobleConfig, UserError
+from refusals import assert_refused
 
 QUERY, QK_NORM, SINE = nlr.NonlinearQueryConfig(), nlr.QKNormConfig(), nlr.SineLowRankConfig(rank=2)
 SHARED, FUSED = NobleConfig(rank=4, share_down="qkv"), NobleConfig(rank=4, fuse_shared_inputs=True)
@@ -107,9 +108,7 @@ REFUSED = [
 def test_refusals_are_one_line_and_change_nothing(make, change, words):
     model, (config, choice) = make(), change
     modules, state = list(model.modules()), copy.deepcopy(model.state_dict())
-    with pytest.raises(UserError, match=words) as caught:
-        nlr.augment(model, config, **choice, verbose=False)
-    assert "\n" not in str(caught.value)
+    assert_refused(words, nlr.augment, model, config, **choice, verbose=False)
     assert all(ours is theirs for ours, theirs in zip(model.modules(), modules, strict=True))
     assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
 
@@ -206,8 +205,7 @@ def test_arms_make_their_layers(text):
     found = [getattr(config, field) for config in configs if config is not None]
     assert found == [value] * (2 if field == "kind" else 4)
     if control:
-        with pytest.raises(UserError, match=f"no setting '{field}'"):
-            Arm.parse(f"{text.partition(':')[0]}:{field}={value}")
+        assert_refused(f"no setting '{field}'", Arm.parse, f"{text.partition(':')[0]}:{field}={value}")
 
 
 @pytest.mark.parametrize(
@@ -218,5 +216,4 @@ def test_arms_make_their_layers(text):
     ],
 )
 def test_arms_that_cannot_be_are_refused(text, words):
-    with pytest.raises(UserError, match=words):
-        Arm.parse(text).apply(FAMILIES["opt"]())
+    assert_refused(words, lambda: Arm.parse(text).apply(FAMILIES["opt"]()))

@@ -19,6 +19,7 @@ from nonlinear_lowrank.methods.rational.fit import KINDS, fit_rational
 from nonlinear_lowrank.methods.rational.op import FORMS
 from nonlinear_lowrank.methods.rational.reference import FORMULAS, KIND, activation
 from nonlinear_lowrank.methods.rational.sites import formula_of
+from refusals import assert_refused
 
 # Written out again, so that a wrong formula cannot agree with itself.
 EXACT = {
@@ -168,11 +169,8 @@ def test_coefficients_stay_float32_in_a_16_bit_model(anchor):
 
 
 def test_wrong_uses_are_one_line():
-    with pytest.raises(UserError, match="no rational fit for 'mish'; there are fits for gelu"):
-        fit_rational("mish")
-    with pytest.raises(UserError, match="unknown denominator form"):
-        fit_rational("gelu", form="kat")
-    with pytest.raises(UserError, match="needs the function that it starts from"):
-        RationalActivation(RationalConfig())
+    assert_refused("no rational fit for 'mish'; there are fits for gelu", fit_rational, "mish")
+    assert_refused("unknown denominator form", fit_rational, "gelu", form="kat")
+    assert_refused("needs the function that it starts from", RationalActivation, RationalConfig())
     with pytest.raises(UserError, match=r"16 channels is given \(2, 16, 8\), with them in an unexpected place"):
         RationalActivation(RationalConfig(activation="gelu", width=16))(torch.randn(2, 16, 8))

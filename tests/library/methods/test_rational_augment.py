@@ -17,6 +17,7 @@ from adapter_helpers import PEFT_WARNINGS
 from nlr_lab.plan.inspect import inspect_model
 from nonlinear_lowrank import RationalActivation, RationalConfig, UserError
 from nonlinear_lowrank.surgery.augment import after_augment, apply_saved
+from refusals import assert_refused
 
 
 def rational(model):
@@ -212,8 +213,7 @@ def test_it_goes_with_methods_of_linears_in_either_order(family, other, tmp_path
 def test_only_branches_can_be_disabled():
     model = model_helpers.glm().eval()
     augment(model)
-    with pytest.raises(UserError, match="no branches to disable"):
-        nlr.branches_disabled(model).__enter__()
+    assert_refused("no branches to disable", nlr.branches_disabled(model).__enter__)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -234,8 +234,7 @@ def test_lora_and_nora_go_on_top_of_it_and_not_it_on_them():
     for config in (LoraConfig(r=2, target_modules=["q_proj"]), nlr.NoraConfig(r=1, groups=8, init_weights=False)):
         tuned = get_peft_model(copy.deepcopy(model), config)
         tuned(**model_helpers.batch(model)).logits.sum().backward()
-        with pytest.raises(UserError, match=r"has adapters; augment the model before they go on.*NoraConfig"):
-            augment(tuned)
+        assert_refused(r"has adapters; augment the model before they go on.*NoraConfig", augment, tuned)
 
 
 @pytest.mark.parametrize("family", model_helpers.ALL)
@@ -264,5 +263,4 @@ def test_a_second_time_is_refused():
     augment(model, include=r".*layers\.0\..*")
     augment(model, include=r".*layers\.1\..*", groups=8)
     assert [layer.rational_config.groups for layer in rational(model).values()] == [4, 8]
-    with pytest.raises(UserError, match="is rational already; start from the plain model"):
-        augment(model)
+    assert_refused("is rational already; start from the plain model", augment, model)

@@ -15,6 +15,7 @@ from nlr_lab.plan.inspect import format_cost
 from nonlinear_lowrank import SineLowRankConfig, SineLowRankLinear, UserError
 from nonlinear_lowrank.analysis.cost import model_cost
 from nonlinear_lowrank.methods.sine.layer import OMEGA_BY_RANK
+from refusals import assert_refused
 
 ACTIVATIONS = ("sine", "identity", "sigmoid", "relu")
 
@@ -130,10 +131,8 @@ def test_where_a_rank_saves_nothing_the_linear_stays():
     assert type(model["trunk0"]) is nn.Linear
     with pytest.raises(UserError, match="trunk0: rank 30 saves no parameters"):
         nlr.augment(nerf(), SineLowRankConfig(rank=30), include="trunk0")
-    with pytest.raises(UserError, match="saves no parameters"):
-        SineLowRankLinear(3, 256, config=SineLowRankConfig(rank=30))
-    with pytest.raises(UserError, match="nothing to swap"):
-        nlr.augment(nn.Sequential(nn.Linear(4, 4)), SineLowRankConfig(rank=2))
+    assert_refused("saves no parameters", SineLowRankLinear, 3, 256, config=SineLowRankConfig(rank=30))
+    assert_refused("nothing to swap", nlr.augment, nn.Sequential(nn.Linear(4, 4)), SineLowRankConfig(rank=2))
 
 
 def test_costs_of_plain_low_rank_are_its_two_thin_products(capsys):

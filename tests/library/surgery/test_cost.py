@@ -13,9 +13,9 @@ from model_helpers import FAMILIES, batch
 from nlr_lab.plan.inspect import build_on_meta, format_cost, inspect_model
 from nonlinear_lowrank.analysis.cost import count_parameters, model_cost
 from nonlinear_lowrank.analysis.saved import saved_bytes
-from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.noble import layer as noble_layer
 from nonlinear_lowrank.methods.noble.op import noble_linear_reference
+from refusals import assert_refused
 
 BATCH, LENGTH = 2, 9
 
@@ -174,7 +174,5 @@ def test_table_and_json_hold_the_totals():
 
 
 def test_bad_input_raises():
-    with pytest.raises(UserError, match="sequence_length must be a positive integer"):
-        model_cost(nn.Linear(2, 2), 0)
-    with pytest.raises(UserError, match="batch_size must be"):
-        inspect_model(AlbertConfig(), 5, 0)
+    assert_refused("sequence_length must be a positive integer", model_cost, nn.Linear(2, 2), 0)
+    assert_refused("batch_size must be", inspect_model, AlbertConfig(), 5, 0)
