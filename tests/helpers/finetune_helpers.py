@@ -37,7 +37,6 @@ def sentence(generator: np.random.Generator, words: int = 6) -> str:
 
 
 def save(model: Any, folder: Path) -> None:
-    """Save a model without transformers' bars."""
     with quiet_loading():
         model.save_pretrained(folder)
 
@@ -69,7 +68,6 @@ VOCABULARY = {**SIZES, "vocab_size": len(SPECIAL) + len(WORDS)}
 
 
 def encoder(folder: Path, dropout: float = 0.1) -> str:
-    """A BERT of two layers and width 16, with its tokenizer."""
     torch.manual_seed(0)
     dropped = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
     config = BertConfig(**VOCABULARY, max_position_embeddings=64, **dropped)
@@ -77,7 +75,6 @@ def encoder(folder: Path, dropout: float = 0.1) -> str:
 
 
 def language_model(folder: Path) -> str:
-    """A Llama of two layers and width 16, with its tokenizer."""
     torch.manual_seed(0)
     tokens = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
     config = LlamaConfig(**VOCABULARY, max_position_embeddings=128, **tokens)
@@ -85,7 +82,6 @@ def language_model(folder: Path) -> str:
 
 
 def vision_model(folder: Path, channels: int = 1, labels: int = 3) -> str:
-    """A ViT of two layers and width 16 on 8 x 8 pixels."""
     torch.manual_seed(0)
     config = ViTConfig(image_size=8, patch_size=4, num_channels=channels, num_labels=labels, **SIZES)
     return _save(ViTForImageClassification(config), folder, pairs=None)
@@ -134,7 +130,6 @@ def image_file(path: Path, rows: int = 60, classes: int = 3, seed: int = 0) -> s
 
 
 def recipe(task: Any, arm: str | Arm = "lora:r=2", **train: Any) -> Recipe:
-    """Twelve steps of four examples."""
     settings = {"steps": 12, "eval_every": 5, "save_every": 4, "log_every": 3, **train}
     return replace(tiny_recipe(task, arm, **settings), arms=("lora:r=2", "head"))
 
@@ -181,7 +176,6 @@ def answer_loss(model: Any, examples: Any) -> float:
 
 
 def root(folder: Path) -> Path:
-    """The folder, with all of the tiny checkpoints and data in it."""
     glue_task(folder)
     instruction_task(folder)
     image_task(folder)

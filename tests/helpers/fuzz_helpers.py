@@ -118,8 +118,6 @@ def _files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-# --- damage --------------------------------------------------------------------------------------------------
-
 ODD: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2**31, -(2**63), 10**30, 0.5, -0.0, 1e308, math.nan, math.inf, -math.inf),
     *("", "x", "../../etc", "\x00", "a" * 300, "\ud800", "1e999", "nan", [], {}, [[]], [None], {"": None}, {"x": {}}),
@@ -202,9 +200,6 @@ def _bytes(data: bytes, random: Random) -> bytes:
         wide = value.to_bytes(8, "little")[: random.choice((1, 2, 4, 8))]
         return before + wide + after[len(wide) :]
     return before + random.randbytes(random.randint(1, 8)) + after
-
-
-# --- targets -------------------------------------------------------------------------------------------------
 
 
 def _configs(folder: Path) -> list[bytes]:

@@ -22,7 +22,6 @@ _PICTURES = AutoModelForImageClassification
 
 
 def build(model_type: str, auto: Any = AutoModelForCausalLM, **settings: Any) -> PreTrainedModel:
-    """Return a model of transformers with fresh weights."""
     return auto.from_config(AutoConfig.for_model(model_type, **settings))
 
 
@@ -55,7 +54,6 @@ ALL = {**FAMILIES, "convnext": convnext}
 
 
 def auto_class(family: str) -> Any:
-    """Return the Auto class that loads a family's model with its head."""
     others = {"eurobert": AutoModelForMaskedLM}
     others |= dict.fromkeys(("vit", "convnext"), AutoModelForImageClassification)
     return others.get(family, AutoModelForCausalLM)
@@ -77,5 +75,4 @@ def batch(model: PreTrainedModel, *, size: int = 2, length: int = 9) -> dict[str
 
 
 def parameters(model: torch.nn.Module) -> int:
-    """Return the number of the model's parameters."""
     return sum(parameter.numel() for parameter in model.parameters())

@@ -55,7 +55,6 @@ class Case:
         return [*ys, *torch.autograd.grad(ys, wanted, [dy.to(y.dtype) for dy, y in zip(dys, ys, strict=True)])]
 
     def dys(self) -> list[Tensor]:
-        """Return random gradients of the outputs."""
         with torch.no_grad():
             ys = self.run(self.plain)
         return [torch.randn(y.shape, dtype=y.dtype, device=y.device) for y in ys]
@@ -66,7 +65,6 @@ def _is_leaf(each: Any) -> bool:
 
 
 def leaf(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return normal numbers that require gradients."""
     return (scale * torch.randn(*shape, dtype=torch.float64)).to(dtype).requires_grad_()
 
 
@@ -93,8 +91,6 @@ def compare(case: Case, dys: list[Tensor], *, strided_input: bool = False) -> li
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
     return first
 
-
-# NOBLE.
 
 BOTTLENECKS = [
     *((activation, depth) for activation in ("cosine", "tanh", "leaky_relu", "gelu", "silu") for depth in (1, 2)),
@@ -131,8 +127,6 @@ def noble(activation="cosine", depth=2, form="", *, batch=(3, 5), d_in=12, d_out
     inputs = (x,) if h is None else (x, h)
     return Case(noble_linears, noble_linears_reference, (x, weights, biases, branches, h), inputs, saved)
 
-
-# Sine deltas, and weights that are a function of a low-rank product.
 
 DELTAS = {"sine": (False,), "dora": (True,), "sine+dora+sine": (False, True, False)}
 """For each delta, whether it is sine-DoRA's."""
@@ -183,9 +177,6 @@ def lowrank(activation, bias=True, *, batch=(3, 5), d_in=12, d_out=10, r=3, dtyp
     # Casts of the factors are not told from activations there.
     slack = (up.nbytes + down.nbytes) // 2 if activation == "identity" else 0
     return Case(lowrank_linear, lowrank_linear_reference, arguments, (x,), (x.numel() + narrow) * x.itemsize, slack)
-
-
-# Rational activations.
 
 
 def rational(

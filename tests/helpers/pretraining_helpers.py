@@ -53,7 +53,6 @@ def corpus(folder):
 
 
 def recipe(task, arm="noble:rank=4", **train):
-    """Six steps of four examples."""
     return tiny_recipe(task, arm, **{"steps": 6, "eval_every": 3, "save_every": 3, "log_every": 1, **train})
 
 

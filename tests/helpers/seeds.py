@@ -4,5 +4,4 @@ import numpy as np
 
 
 def rng() -> np.random.Generator:
-    """Return a new generator."""
     return np.random.default_rng(np.random.randint(2**31))  # noqa: NPY002

@@ -19,7 +19,6 @@ END = "<end>"
 
 
 def words(low: int = 3, high: int = 9) -> str:
-    """A few random words."""
     count = int(torch.randint(low, high, ()))
     return " ".join(WORDS[int(i)] for i in torch.randint(len(WORDS), (count,)))
 

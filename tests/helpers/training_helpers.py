@@ -63,7 +63,6 @@ class FakeText(Prepared):
 
 
 def tiny_recipe(task: Any, arm: str | Arm, **train: Any) -> Recipe:
-    """Steps of four examples."""
     settings = {"batch_size": 4, "lr": 1e-2, "tracker": "none", "threads": 1, **train}
     arm = Arm.parse(arm) if isinstance(arm, str) else arm
     return Recipe(name="tiny", task=task, arm=arm, train=TrainConfig(**settings))
@@ -87,8 +86,6 @@ def cut_back(done: Path, out: Path, step: int) -> Path:
             shutil.rmtree(folder)
     return out
 
-
-# --- functions for arms --------------------------------------------------------------------------------------
 
 SEEN: list[dict[str, torch.Tensor]] = []
 
@@ -188,9 +185,6 @@ class Wrapped(nn.Module):
         return {"loss": self.inner(input_ids=input_ids, labels=labels).loss}
 
 
-# --- runs to kill ---------------------------------------------------------------------------------------------
-
-
 class TrainingServer:
     """Training in forks of a process that has imported everything; each is a process to kill."""
 
@@ -215,7 +209,6 @@ class TrainingServer:
         return {"exit": code, "error": self.errors.recv() if code == 2 else ""}
 
     def run(self, out: Path, **settings: Any) -> dict[str, Any]:
-        """Start and wait."""
         self.start(out, **settings)
         return self.wait()
 

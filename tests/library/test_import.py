@@ -13,7 +13,6 @@ HEAVY = ("torch", "transformers", "peft", "datasets", "scipy")
 
 
 def run(code: str, *arguments: str) -> str:
-    """The output of a new interpreter."""
     done = run_python(code, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -161,9 +161,6 @@ def test_wrong_inputs_and_saving(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-# 8-bit dense weights by torchao under branches of the model's type
-
-
 def quantized(test):
     ignored = ("ignore::DeprecationWarning", "ignore:.*torchao.*")
     return pytest.mark.quantized(pytest.mark.filterwarnings(*ignored)(test))

@@ -125,7 +125,6 @@ def test_muon_adamw_learns_equals_its_parts_and_survives_a_state_dict():
 
 
 def muon_and_adamw():
-    """A MuonAdamW and the model that it trains."""
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
     return model, nlr.MuonAdamW(nlr.param_groups(model, lr=0.1, muon=True, verbose=False))
 

@@ -18,8 +18,6 @@ from nlr_lab.recipes import RECIPES
 from nonlinear_lowrank import UserError
 from refusals import assert_refused
 
-# --- the entry point -----------------------------------------------------------------------------------------
-
 
 def test_help_lists_every_command_and_recipe_in_one_line_each(capsys):
     code, out, err = run(capsys, "--help")
@@ -42,9 +40,6 @@ def test_a_warning_is_one_line_and_names_no_code():
     script = "import warnings\nfrom nlr_lab.cli import main as cli\n"
     script += "cli._dispatch = lambda arguments: warnings.warn('cannot\\nread', stacklevel=1)\ncli.main(['train'])"
     assert run_python(script).stderr == "nlr: warning: cannot read\n"
-
-
-# --- how errors leave ----------------------------------------------------------------------------------------
 
 
 def fail(monkeypatch, error):
@@ -106,9 +101,6 @@ def test_ctrl_c_says_how_to_resume(capsys, monkeypatch):
     assert err.endswith("nlr compare llm-demo --out 'a b' --resume\n")
     assert err.count("\n") == 1
     assert "--resume" not in run(capsys, "inspect", "llm-demo")[2]
-
-
-# --- options -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

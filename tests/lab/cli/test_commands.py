@@ -20,7 +20,6 @@ SIZES = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with a corpus, the options that train on it, and a run of NOBLE in `run`."""
     folder = tmp_path_factory.mktemp("cli")
     options = ["--source", corpus(folder), "--cache-dir", folder / "cache", *SIZES]
     command = ["train", "llm-demo", "--out", folder / "run", "--arm", "noble:rank=4", *options]

@@ -123,9 +123,6 @@ def test_tokens_that_were_added_for_tuning_have_rows(folder, capsys, tmp_path):
     assert f"loss {score.loss:.4f}" in out
 
 
-# --- what is refused -----------------------------------------------------------------------------------------
-
-
 WEIGHTS = "adapter_model.safetensors"
 
 

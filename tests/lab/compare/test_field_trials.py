@@ -97,9 +97,6 @@ def test_compares_sine_with_low_rank_of_its_size_and_by_curves(compared):
             assert opened.size[0] > 300
 
 
-# --- curves of both kinds -------------------------------------------------------------------------------------
-
-
 def arm_of(kind, rank, scores, tuned=0.0, name="", lost=()):
     """Ends at `scores`; the seeds named as lost diverge."""
     runs = [
@@ -272,9 +269,6 @@ def test_records_fits_that_diverge_at_every_choice(recipe, tmp_path, monkeypatch
     assert tried == {(init, rate) for init in ("kaiming_sqrt5", "kaiming_zero") for rate in (5e-4, 1e-3, 2e-3)}
     assert (sine["lr"], sine["runs"], low["tuning"]) == (None, [], [])
     assert low["score"]["n"] == 1, "the other arm goes on"
-
-
-# --- arguments, devices ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,6 @@ def test_refuses_what_cannot_be_matched_in_one_line(tmp_path, texts, words):
 
 
 def test_matches_a_function_that_knows_of_no_method():
-    """On a model without memory."""
     resolved = resolve_matches(
         make_recipe(), arms("training_helpers:plain_module,name=mine", "wide-mlp:match=mine,by=flops")
     )
@@ -139,8 +138,6 @@ def test_draws_the_wider_mlp_as_the_other_linears(init, of_arm):
 
 @dataclass(frozen=True)
 class ReadyTask(LanguageModelTask):
-    """Its text is there already."""
-
     def prepare(self, progress=True):
         return TEXT
 

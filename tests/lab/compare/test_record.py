@@ -46,7 +46,6 @@ def compared(shape, every, steps=100, measure=LOSS):
 
 
 def verdict(results):
-    """The line that claims."""
     (line,) = (line for line in findings(results) if line.startswith("`noble`"))
     assert "**lower**" in line or "**higher**" in line
     assert line in render_report(results)
@@ -94,8 +93,6 @@ def test_late_change_needs_an_evaluation_in_the_first_four_fifths():
     assert curve_cautions(0.4, {"a": [[(80, 3.5), (100, 3.0)], [(80, 3.5), (100, 3.4)]]}) == []
 
 
-# --- training losses of image models --------------------------------------------------------------------------
-
 LOST = {"train": None, "plain": None, "loss": None}
 
 
@@ -136,9 +133,6 @@ def test_pairs_both_training_losses_by_seed_and_keeps_the_rows_of_arms_that_dive
         assert rows(baseline, an_arm("noble", *runs))["noble"][1] == "it diverged"
 
 
-# --- the choice of a learning rate ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("losses", "expected"), [((0.63, 0.62), 9e-3), ((0.62, 0.63), 1e-3 / 3)])
 def test_loss_chooses_where_the_metric_says_nothing(losses, expected):
     """Matthews correlation is 0 of every classifier that knows the commonest class alone."""
@@ -167,12 +161,8 @@ def test_grid_grows_where_the_best_init_is_at_its_edge(losses, expected):
     assert [(choice.init, choice.lr) for choice in next_choices(tried)] == expected
 
 
-# --- pictures: that they hold what they are given, not how they look ------------------------------------------
-
-
 @pytest.fixture
 def drawn(monkeypatch):
-    """The axes of each picture at the moment it is saved."""
     kept = {}
     save = report.save
     monkeypatch.setattr(

@@ -94,9 +94,6 @@ def test_prints_a_slower_arm_as_plainly(go, monkeypatch):
     assert "At the lowest loss that both reach" in shown
 
 
-# --- learning rates ------------------------------------------------------------------------------------------
-
-
 def test_tunes_each_arm_and_extends_its_grid_until_the_best_is_inside(go, tmp_path):
     training = FakeTraining(bowl({"baseline": 2e-3, "noble-r4": 16e-3, "baseline-init-noble": 0.5e-3}))
     comparison = go(training=training, tune_lr=(1e-3, 2e-3, 4e-3))
@@ -133,9 +130,6 @@ def test_leaves_out_an_arm_that_diverges_at_every_rate(go):
     assert any("`noble-r4` diverged at every choice" in line for line in findings(comparison.results))
 
 
-# --- what a study keeps ---------------------------------------------------------------------------------------
-
-
 def test_copies_what_a_reader_needs_under_another_name(go, tmp_path):
     study, out = tmp_path / "study", tmp_path / "out"
     study.mkdir()
@@ -157,9 +151,6 @@ def test_copies_what_a_reader_needs_under_another_name(go, tmp_path):
     assert text.isascii()
 
 
-# --- divergence, interruption, time --------------------------------------------------------------------------
-
-
 def test_records_a_diverged_run_and_continues(go):
     training = FakeTraining(
         lambda arm, rate, seed: math.nan if (arm, seed) == ("noble-r4", 2) else gain(arm, rate, seed)
@@ -177,7 +168,6 @@ def test_records_a_diverged_run_and_continues(go):
 
 def test_tells_a_finite_divergence_from_a_spike(go):
     def rises(arm, seed):
-        """Steps at which the training loss is high again."""
         return range(60, 101) if (arm, seed) == ("noble-r4", 2) else range(30, 33) if arm == "noble-r4" else ()
 
     class Training(FakeTraining):
@@ -263,9 +253,6 @@ def test_trains_again_where_a_result_is_torn(go, tmp_path):
     assert training.resumed == [("noble-r4", 1e-3, 2)]
 
 
-# --- folders -------------------------------------------------------------------------------------------------
-
-
 def files(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -325,9 +312,6 @@ def test_refuses_a_broken_marker(go, tmp_path, text):
 def test_refuses_bad_arguments_before_anything_is_written(go, tmp_path, options, words):
     assert_refused(words, go, **options)
     assert not (tmp_path / "out").exists()
-
-
-# --- the record ----------------------------------------------------------------------------------------------
 
 
 def test_record_holds_settings_and_versions_and_no_path_or_host(go, tmp_path, monkeypatch):

@@ -32,12 +32,8 @@ def rng():
 
 
 def make_run(loss, total=1000, every=10, start=0):
-    """A run whose evaluation curve is the function `loss` of the step."""
     curve = tuple((step, float(loss(step))) for step in range(start, total + 1, every))
     return a_run(1, curve[-1][1], total, curve=curve)
-
-
-# --- crossings ---------------------------------------------------------------------------------------------
 
 
 def test_crossing_matches_dense_search_on_noisy_curves(rng):
@@ -60,9 +56,6 @@ def test_crossing_edges():
     assert first_crossing([(0, 3.0), (10, math.nan), (20, 1.0)], 2.0) == 20
     with pytest.raises(AssertionError, match="increase"):
         first_crossing([(0, 1.0), (0, 1.0)], 1.0)
-
-
-# --- intervals ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
@@ -89,9 +82,6 @@ def test_gives_no_interval_without_seeds_or_spread(estimate, word):
     assert not estimate.shown
 
 
-# --- Holm --------------------------------------------------------------------------------------------------
-
-
 def test_holm_is_the_closed_bonferroni_procedure(rng):
     """Brute force: the adjusted p of a hypothesis is the largest Bonferroni p of any set that holds it."""
     for _ in range(40):
@@ -100,9 +90,6 @@ def test_holm_is_the_closed_bonferroni_procedure(rng):
         brute = [max(min(1.0, len(s) * min(p[i] for i in s)) for s in sets if index in s) for index in range(len(p))]
         assert holm([*p[:1], None, *p[1:]]) == pytest.approx([*brute[:1], None, *brute[1:]])
     assert holm([]) == []
-
-
-# --- speedups ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("k", [0.3, 0.95, 1.0, 1.05, 3.0])
@@ -130,7 +117,6 @@ def test_speeds_that_are_no_numbers():
 
 @pytest.mark.parametrize(("seeds", "jitter"), [(2, 0.1), (4, 0.1), (4, 0.5)])
 def test_wall_clock_is_the_quotient_and_its_interval_covers(rng, seeds, jitter):
-    """Simulate both sources of error: seeds of the step speedup and rounds of the timing."""
     true_speed, true_ratio, trials, covered = 1.3, 1.1, 500, 0
     for _ in range(trials):
         speed = geometric_mean(rng.lognormal(math.log(true_speed), 0.04, seeds))
@@ -160,9 +146,6 @@ def test_bootstrap_error_of_the_median_matches_simulation(rng):
     assert np.mean(found) == pytest.approx(spread, rel=0.15)
     summary = summarise([1.0, 2.0, 3.0, 4.0, 5.0])
     assert (summary.lower_quartile, summary.median, summary.upper_quartile) == (2.0, 3.0, 4.0)
-
-
-# --- pairs -------------------------------------------------------------------------------------------------
 
 
 def test_pair_uses_common_seeds_and_cancels_what_they_share(rng):

@@ -36,21 +36,18 @@ OPTIONS = {"timing_rounds": 0, "quiet": True}
 
 @pytest.fixture
 def into(tmp_path):
-    """The folder of a study."""
     (tmp_path / "study").mkdir()
     return tmp_path / "study"
 
 
 @pytest.fixture
 def photo(tmp_path):
-    """A field's recipe with two arms."""
     arms = ("low-rank:rank=1,init=kaiming_zero", "sine:rank=1,init=kaiming_zero")
     return field_recipe(tmp_path, arms=arms, seeds=3, steps=4)
 
 
 @pytest.fixture
 def novel(tmp_path):
-    """A language model's recipe."""
     return tiny_recipe(tmp_path, steps=4, eval_every=2)
 
 

@@ -163,9 +163,6 @@ def test_timing_ends_after_its_seconds(monkeypatch):
     assert len(calls) == len(times["a"]) + 3
 
 
-# --- real trainings -------------------------------------------------------------------------------------------
-
-
 def test_stopped_run_goes_on_bit_by_bit(tmp_path):
     recipe = tiny_recipe(tmp_path, eval_every=3, save_every=2)
     whole = run_training(recipe, tmp_path / "whole", quiet=True)

@@ -15,7 +15,6 @@ from nlr_lab.training import Arm
 
 @pytest.fixture
 def tiny(tmp_path):
-    """A one-layer language model and its text: (recipe, prepared)."""
     recipe = tiny_recipe(tmp_path, gradient_accumulation=2)
     return recipe, recipe.task.prepare(progress=False)
 
@@ -51,7 +50,6 @@ def test_timed_step_is_a_training_step(tiny):
 
 
 def test_end_to_end_through_the_real_training(tmp_path):
-    """Two arms and two seeds of a tiny model on a tiny corpus; then continued with an arm of the user's own."""
     recipe = tiny_recipe(tmp_path, eval_every=2, save_every=4)
     out = tmp_path / "out"
     options = {"seeds": 2, "tune_lr": (), "timing_rounds": 3, "quiet": True}
@@ -89,12 +87,10 @@ def test_end_to_end_through_the_real_training(tmp_path):
 
 
 def twin(model):
-    """A user's change that changes nothing."""
     return model
 
 
 def poison(model):
-    """A user's change that cannot be trained."""
     with torch.no_grad():
         model.get_output_embeddings().weight[0, 0] = math.nan
     return model

@@ -28,7 +28,6 @@ ARMS = (Arm(), Arm.parse("noble:rank=4"))
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    """A recipe of real text, which a worker can prepare for itself."""
     return tiny_recipe(tmp_path_factory.mktemp("text"), steps=6, warmup_steps=1, eval_every=3, save_every=2)
 
 
@@ -39,7 +38,6 @@ def go(recipe, out, run=run_training, **options):
 
 
 def numbers(results):
-    """All of a record but times."""
     return json.loads(
         json.dumps(results), object_hook=lambda entry: {k: v for k, v in entry.items() if "second" not in k}
     )
@@ -93,7 +91,6 @@ def test_refuses_a_run_that_fits_on_no_machine(recipe, tmp_path):
 
 
 def sleep(recipe, out, **options):
-    """A run that takes too long."""
     Path(out).mkdir(parents=True)
     time.sleep(600)
 

@@ -43,7 +43,6 @@ def _no_network(monkeypatch):
 
 
 def lm_eval_task(path):
-    """A task file that lm-eval ships."""
     import lm_eval
 
     yaml.SafeLoader.add_constructor("!function", lambda loader, node: None)  # HellaSwag's process_docs

@@ -14,7 +14,6 @@ from refusals import assert_refused
 
 
 def random_closed():
-    """A torus stretched, turned and moved at random."""
     mesh = trimesh.creation.torus(2.0, 0.7, major_sections=24, minor_sections=12)
     turn = np.eye(4)
     turn[:3, :3] = Rotation.random(random_state=int(torch.randint(2**31, ()))).as_matrix()

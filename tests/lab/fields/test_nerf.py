@@ -40,8 +40,6 @@ def tiny_problem(**settings) -> NerfProblem:
 
 
 class Volume(nn.Module):
-    """The demo's own volume, as a model."""
-
     def __init__(self):
         super().__init__()
         self.unused = nn.Parameter(torch.zeros(()))
@@ -92,7 +90,6 @@ def test_scores_fall_with_noise():
 
 
 def llff(tmp_path):
-    """A scene without end, from a file."""
     scene = demo_scene(views=3, size=16)
     poses = np.tile(np.eye(3, 4), (3, 1, 1))
     poses[:, :2, 3] = rng().normal(0, 0.1, (3, 2))
@@ -146,7 +143,6 @@ def test_learns_a_scene_and_writes_pictures(tmp_path):
 
 
 def some_cameras(views: int, height: int = 7, width: int = 9, *, forward: bool = False) -> Cameras:
-    """Cameras anywhere, or looking roughly along -z."""
     turns = torch.randn(views, 3, 3, dtype=torch.float64)
     if forward:
         turns = torch.eye(3, dtype=torch.float64) + 0.1 * turns

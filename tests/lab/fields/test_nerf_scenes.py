@@ -18,7 +18,6 @@ VIEWS, HEIGHT, WIDTH, FOCAL = 9, 12, 16, 20.0
 
 
 def random_poses(views=VIEWS, spread=0.2):
-    """Cameras near (0, 0, 4) that look roughly at the origin."""
     positions = rng().normal((0, 0, 4), spread, (views, 3))
     return np.stack([look_at(each, np.zeros(3), np.array([0.0, 1, 0])) for each in positions])
 
@@ -51,7 +50,6 @@ def llff(tmp_path):
 
 
 def save_blender(folder, sides, channels=4, **extra):
-    """Writes each side's pictures and transforms; returns them."""
     made = {}
     for side, views in sides.items():
         poses, images = random_poses(views), random_images(views, channels=channels)

@@ -25,8 +25,6 @@ SMALL = {"resolution": 24, "held_out": 24, "mesh_resolution": 24, "points": 256,
 
 
 class Ball(nn.Module):
-    """Log-odds of a ball about the middle of the box."""
-
     def __init__(self, radius, steep=10):
         super().__init__()
         self.radius, self.steep = nn.Parameter(torch.tensor(radius)), steep
@@ -170,7 +168,6 @@ def test_fingerprints_tell_shapes_and_settings_apart():
 
 
 def sampled(mesh, resolution, off_lattice):
-    """Places in the mesh's own coordinates, and what the grid says of them."""
     grid = occupancy_grid(mesh, resolution, jitter=rng() if off_lattice else None)
     low, high = mesh.bounds
     return grid.points(0, resolution).astype(np.float64) * (high - low) / 2 + (low + high) / 2, grid
@@ -178,7 +175,6 @@ def sampled(mesh, resolution, off_lattice):
 
 @pytest.mark.parametrize("off_lattice", [False, True], ids=["lattice", "off-lattice"])
 def test_inside_is_where_the_formula_says(off_lattice):
-    """A torus, turned, scaled and moved at random."""
     turn, scale = Rotation.random(random_state=int(torch.randint(2**31, ()))), 10 ** float(torch.rand(()) * 4 - 2)
     mesh, shift = (
         trimesh.creation.torus(2.0, 0.7, major_sections=256, minor_sections=128),

@@ -18,7 +18,6 @@ from refusals import assert_refused
 
 
 def decaying(m, n, power=1.0):
-    """A random matrix with singular values i^-power."""
     left = torch.linalg.qr(torch.randn(m, min(m, n), dtype=torch.float64))[0]
     right = torch.linalg.qr(torch.randn(n, min(m, n), dtype=torch.float64))[0]
     values = torch.arange(1, min(m, n) + 1, dtype=torch.float64) ** -power

@@ -79,7 +79,6 @@ def test_threads_give_way_in_a_run_and_come_back_with_the_next(cores):
     chosen = cores_module.FreeThreads(None)
 
     def goes_on(seconds, others):
-        """The run computes with all its threads beside others."""
         own = torch.get_num_threads()
         cores.clock += seconds
         cores.own += own * seconds

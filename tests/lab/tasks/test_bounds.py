@@ -23,14 +23,12 @@ HUGE = 1 << 40
 
 
 def npy(shape, dtype="<f8", data=b"") -> bytes:
-    """An .npy file whose header says what it likes."""
     stream = io.BytesIO()
     np.lib.format.write_array_header_1_0(stream, {"descr": dtype, "fortran_order": False, "shape": shape})
     return stream.getvalue() + data
 
 
 def assert_refused_cheaply(read, path, words) -> None:
-    """Refused, with a few megabytes of memory taken."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert_refused(words, read, path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 << 10  # KiB

@@ -43,9 +43,6 @@ def data(tmp_path, source, **changes):
     return ImageTokenData(source=str(source), **{**values, **changes})
 
 
-# --- patches -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_patch_becomes_the_nearest_mean(channels):
     tokenizer = PatchTokenizer.fit(noise(50, 6, 9, channels), codes=16, patch=3)
@@ -97,9 +94,6 @@ def test_the_middle_of_an_image_is_kept():
     assert as_square(wide, 9, 3).shape == (9, 9, 3)
     flat = np.full((31, 17), 99, dtype=np.uint8)
     assert np.array_equal(as_square(flat, 8, 1), np.full((8, 8, 1), 99))
-
-
-# --- encoded sets --------------------------------------------------------------------------------------------
 
 
 def test_sequences_are_the_class_and_the_codes_in_raster_order(tmp_path):
@@ -206,8 +200,6 @@ def test_bad_sources(tmp_path):
         assert_refused(message, prepare_images, data(tmp_path, tmp_path / name, **changes))
 
 
-# --- VQModel -------------------------------------------------------------------------------------------------
-
 VQ = {
     "block_out_channels": (4, 8, 8),
     "down_block_types": ("DownEncoderBlock2D",) * 3,
@@ -275,12 +267,8 @@ def test_a_vqmodel_without_diffusers_or_safetensors(tmp_path, monkeypatch):
     assert_refused(r"pip install 'nonlinear-lowrank\[images\]'", VQTokenizer(tmp_path).encode, noise(1, 4, 4, 3))
 
 
-# --- training and drawing ------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run on dark and bright images, by the command line."""
     folder = tmp_path_factory.mktemp("trained")
     save_images(folder / "a.npz", train=64, test=16)
     options = {"source": folder / "a.npz", "patch": 4, "codes": 8, "classes": 2, "cache_dir": folder / "cache"}
@@ -334,7 +322,6 @@ def test_generate_writes_a_picture(trained, tmp_path, capsys):
 
 
 def plain_model(folder, tokenizer):
-    """A plain model's folder that draws pictures of 2 x 2 tokens."""
     config = ImageTokensConfig(
         vocab_size=tokenizer.codes, num_classes=2, grid_rows=2, grid_columns=2, hidden_size=16, intermediate_size=24,
         num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8, hidden_act="gelu",

@@ -123,7 +123,6 @@ def test_docstrings_of_the_standard_library_are_embedded():
 
 
 def encoded(tokenizer, *example):
-    """The text of an example, and what of it is learned."""
     ((tokens, mask),) = encode(tokenizer, [Example(*example)])
     return tokenizer.decode(tokens), tokenizer.decode(tokens[mask])
 
@@ -184,7 +183,6 @@ def test_counts_are_printed_and_sides_are_apart(tmp_path, capsys):
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 def test_learned_tokens_are_those_of_trl(tmp_path):
-    """The same rows through SFTTrainer: tokens, labels, what is cut and what is dropped."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
     from trl import SFTConfig, SFTTrainer

@@ -34,7 +34,6 @@ WORDS = ("the", "of", "and", "to", "in", "that", "it", "was", "he", "with", "as"
 
 
 def make_documents(count=40, lines=12):
-    """Fresh random documents, no two alike."""
     rng = random.Random(random.getrandbits(32))
     words = [*WORDS, *("".join(rng.choices("abcdefghij\u00e9\u4e2d", k=5)) for _ in range(300))]
     return ["\n".join(" ".join(rng.choices(words, k=9)) for _ in range(lines)) for _ in range(count)]
@@ -78,14 +77,12 @@ def tokens_of(blocks):
 
 
 def texts_of(packed, blocks):
-    """The documents of one side, decoded."""
     tokens = tokens_of(blocks)
     ends = np.flatnonzero(tokens == packed.tokenizer.eos_token_id) + 1
     return [packed.tokenizer.decode(part[:-1].tolist()).strip() for part in np.split(tokens, ends)[:-1]]
 
 
 def word_tokenizer(documents, **specials):
-    """Words and nothing else: no bytes, white space dropped."""
     words = sorted({word for document in documents for word in document.split()})
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*words, "[UNK]", "[END]"])}, "[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -96,7 +93,6 @@ BYTES = [*pre_tokenizers.ByteLevel.alphabet(), END_OF_TEXT]
 
 
 def write_gpt2(folder, vocabulary, merges=(), names=("vocab.json", "merges.txt")):
-    """The two files of a byte-level tokenizer."""
     folder.mkdir(exist_ok=True)
     (folder / names[0]).write_text(json.dumps(vocabulary), encoding="utf-8")
     lines = ["#version: 0.2", *(" ".join(pair) for pair in merges), ""]
@@ -348,7 +344,6 @@ def test_long_text_is_sampled_from_all_over_for_the_vocabulary(monkeypatch):
 
 
 def _flip(data):
-    """Damage in the middle of it."""
     middle = len(data) // 2
     return data[:middle] + bytes(byte ^ 255 for byte in data[middle : middle + 40]) + data[middle + 40 :]
 

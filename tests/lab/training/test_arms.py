@@ -184,9 +184,6 @@ def test_json_that_is_no_recipe(text, message):
     assert_refused(message, Recipe.from_json, text)
 
 
-# --- several methods in one model, and wider MLPs -------------------------------------------------------------
-
-
 @pytest.mark.parametrize("text", [BOTH, "rational:groups=4+noble:rank=4+nonlinear-query"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_share_out_the_modules(family, text):
@@ -253,9 +250,6 @@ def test_budget_and_select_are_those_of_augment():
     assert 0 < sum(parameter.numel() for parameter in model.parameters()) - plain <= 0.4 * plain
     swapped = {part_of(name) for name, module in model.named_modules() if method_of_layer(module) is not None}
     assert swapped == {"query", "feed_forward"}
-
-
-# --- Muon -----------------------------------------------------------------------------------------------------
 
 
 def test_arm_has_its_own_optimizer():

@@ -33,7 +33,6 @@ def weights(out: Path) -> bytes:
 
 
 def assert_same(out: Path, whole: Path) -> None:
-    """The same weights, and the same result but for the clock."""
     assert weights(out) == weights(whole)
     results = [json.loads((folder / "result.json").read_text()) | {"seconds": 0} for folder in (out, whole)]
     assert results[0] == results[1]
@@ -167,7 +166,6 @@ def test_checkpoint_of_another_model_is_refused(finished, tmp_path):
 
 
 def test_failed_write_keeps_the_last_good_checkpoint(server, finished, tmp_path):
-    """A real failed write, in the middle of a file."""
     out = cut_back(finished(), tmp_path / "out", 6)
     before = {path: path.read_bytes() for path in (out / "checkpoints").rglob("*") if path.is_file()}
     answer = server.run(out, keep_checkpoints=9, limit=20_000)

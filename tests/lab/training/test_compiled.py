@@ -59,8 +59,6 @@ def test_one_graph_for_all_lengths(name, settings, backend):
 
 
 class Logits(nn.Module):
-    """The exported function: ids to logits."""
-
     def __init__(self, model):
         super().__init__()
         self.model = model
@@ -82,8 +80,6 @@ def test_export_with_dynamic_shapes(name, settings, tmp_path):
         ids = tokens(*shape)
         torch.testing.assert_close(loaded(ids), model(ids), rtol=1e-4, atol=1e-5)
 
-
-# --- many models, or many lengths -----------------------------------------------------------------------------
 
 RANKS = tuple(range(1, 10))
 MODEL = {"width": 32, "layers": 1, "heads": 2, "hidden": 48, "vocab_size": 67, "ranks": RANKS}

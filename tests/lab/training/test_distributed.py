@@ -39,7 +39,6 @@ here.train_all(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
 
 
 def recipes(root):
-    """{name: (recipe, prepared data or None)}."""
     chain, task = (make_recipe(**CHAIN), FakeText()), finetune_helpers.instruction_task(root)
     tuned = {arm.partition(":")[0]: finetune_helpers.recipe(task, arm, steps=6, eval_every=2) for arm in ARMS}
     return {
@@ -53,7 +52,6 @@ def recipes(root):
 
 
 def train_all(root, mode, names):
-    """Run into root/mode; each notes why it was stopped."""
     rank, all_recipes = os.environ["RANK"], recipes(root)
     for name in names:
         recipe, prepared = all_recipes[name]
@@ -82,13 +80,11 @@ def result(root, mode, name):
 
 
 def groups(root, mode, name):
-    """Tensors that the optimizer trained, with their learning rate and decay."""
     state = json.loads((root / mode / name / "checkpoints" / "step-000006" / "state.json").read_text())
     return [(each["initial_lr"], each["weight_decay"], sorted(each["params"])) for each in state["groups"]]
 
 
 def assert_same(found, want):
-    """Losses by step, to 1e-6."""
     assert [step for step, _ in found] == [step for step, _ in want]
     assert [loss for _, loss in found] == pytest.approx([loss for _, loss in want], rel=1e-6)
 

@@ -153,7 +153,6 @@ def test_last_and_best_are_read_from_the_log():
 
 
 def test_scores_of_a_run_are_those_of_its_model(root, tmp_path):
-    """By hand, one example at a time, from the saved adapter."""
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 

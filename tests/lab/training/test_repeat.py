@@ -94,7 +94,6 @@ def unpools(model):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A text and a finished run on it, by the command."""
     root = tmp_path_factory.mktemp("repeat")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("NLR_CACHE", str(root / "cache"))

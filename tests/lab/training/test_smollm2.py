@@ -48,7 +48,6 @@ def cache(tmp_path_factory):
 
 
 def reply(model, tokenizer):
-    """Greedy tokens after a question."""
     question = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     return model.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]

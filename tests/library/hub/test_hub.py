@@ -40,7 +40,6 @@ def augmented(name, **settings):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """{family: (folder, model)}."""
     root = tmp_path_factory.mktemp("saved")
     models = {name: (root / name, augmented(name)) for name in FAMILIES}
     for folder, model in models.values():

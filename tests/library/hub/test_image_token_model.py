@@ -22,7 +22,6 @@ def config(**changes):
 
 
 def images(count=2):
-    """Input ids (count, 1 + ROWS * COLUMNS)."""
     classes = CODES + torch.randint(CLASSES, (count, 1))
     return torch.cat((classes, torch.randint(CODES, (count, ROWS * COLUMNS))), dim=1)
 

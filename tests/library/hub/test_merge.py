@@ -200,7 +200,6 @@ def test_the_command_prints_what_it_wrote(tmp_path, capsys):
 
 
 def _broken(root, change=lambda tensors: None, **config):
-    """An adapter with other tensors, or another config."""
     adapter = make_adapter(root, SINE)[0]
     tensors = load_file(adapter / "adapter_model.safetensors")
     change(tensors)

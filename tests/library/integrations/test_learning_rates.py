@@ -25,7 +25,6 @@ def augmented(config=None):
 
 
 def warned(model, *optimizers, steps=1):
-    """The warnings of some steps of training."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(steps):
@@ -117,7 +116,6 @@ def test_muon_and_a_ratio_of_ones_own_are_not_warned_of():
 
 
 def test_rates_are_compared_within_a_layer():
-    """Layers may learn at rates of their own."""
     model = augmented()
     groups = []
     for place, factor in ((0, 1.0), (2, 0.25)):

@@ -50,7 +50,6 @@ LINEARS += ("feed_forward.w1", "feed_forward.w3", "feed_forward.w2")
 
 
 def augmented(spec=None, method=NOBLE, **which):
-    """The spec of a job with a method's layers."""
     return titan.augment(kit.job(spec or kit.llama(), "unused"), method, **which).model_spec
 
 
@@ -61,9 +60,6 @@ def stirred(model):
             if "noble_" in name:
                 parameter.normal_(std=0.3)
     return model
-
-
-# Configs and builds
 
 
 def branches_of(model):
@@ -106,9 +102,6 @@ def _on_meta(spec):
         return spec.model.build()
 
 
-# Init
-
-
 @pytest.mark.parametrize("method", [NOBLE, nlr.NobleConfig(rank=4, fusion="gated", up_bias=True), SINE])
 def test_a_meta_build_is_drawn_as_augment_draws_the_hugging_face_model(method):
     """Means and deviations of each kind of tensor, over both models' layers; n is in the thousands for matrices."""
@@ -149,9 +142,6 @@ def test_init_pretrained_leaves_dense_weights_to_torchtitan_and_starts_at_zero()
         assert model(tokens).equal(before)
 
 
-# Optimizer
-
-
 def assert_groups(container, model, lr, weight_decay):
     expected = {}
     for group in nlr.param_groups(model, lr, weight_decay, verbose=False):
@@ -178,8 +168,6 @@ def test_groups_have_the_multipliers_of_param_groups(tied, checkpointing, tmp_pa
     assert_groups(container, model, 1e-3, 0.1)
     assert len({group["lr"] for optimizer in container for group in optimizer.param_groups}) > 5
 
-
-# Hugging Face
 
 GATED = nlr.NobleConfig(rank=3, fusion="gated", up_bias=True, activation="silu", depth=1)
 CASES = {
@@ -250,9 +238,6 @@ def test_an_index_of_the_plain_files_gets_the_branch_tensors(tmp_path):
         tensors = adapter.to_hf(state)
         assert adapter.fqn_to_index_mapping.keys() == tensors.keys()
         assert all(file == 1 + ("layers.1." in name) for name, file in adapter.fqn_to_index_mapping.items())
-
-
-# Training
 
 
 @pytest.mark.parametrize(("method", "precision"), [(NOBLE, "bfloat16"), (SINE, "float32")], ids=["noble", "sine"])
@@ -356,8 +341,6 @@ def test_two_processes_train_as_one(tmp_path):
         torch.testing.assert_close(states[1][name], value, rtol=1e-3, atol=1e-4)
 
 
-# What is refused
-
 REFUSED = {
     "the fused name": ({"include": r".*\.wqkv"}, NOBLE, r"'\.\*.*wqkv' matches no linear's whole name"),
     "rank": ({"include": r"layers.*"}, nlr.NobleConfig(rank=16), r"layers.*qkv_linear\.wk: rank 16 is not low"),
@@ -391,7 +374,6 @@ def test_a_job_is_augmented_once():
 
 
 def _optimizer(groups, **kwargs):
-    """Return the config of optimizers by groups {pattern: name}."""
     kinds = [{"pattern": pattern, "optimizer_name": name} for pattern, name in groups.items()]
     return OptimizersContainer.Config(
         param_groups=[ParamGroupConfig(**each, optimizer_kwargs=kwargs) for each in kinds]

@@ -31,7 +31,6 @@ def augmented(family="llama"):
 
 
 def rows_for(model):
-    """The same rows each time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         inputs = batch(model, size=16)
@@ -46,7 +45,6 @@ def arguments(folder, kind=TrainingArguments, **settings):
 
 
 def trained(folder, model=None, kind=MixedTrainer, settings=None, **options):
-    """The trainer after its last step."""
     model = augmented() if model is None else model
     trainer = kind(model, arguments(folder, **(settings or {})), train_dataset=rows_for(model), **options)
     trainer.train()
@@ -54,7 +52,6 @@ def trained(folder, model=None, kind=MixedTrainer, settings=None, **options):
 
 
 def settings_of(model, groups, lr="lr"):
-    """(learning rate, weight decay) by the parameters' names."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = {}
     for group in groups:
@@ -209,8 +206,6 @@ class Keeping(torch.optim.SGD):
 
 
 class Stepping(torch.optim.Optimizer):
-    """Steps by another."""
-
     def __init__(self, params, **settings):
         super().__init__(params, settings)
         self.inner = torch.optim.SGD(self.param_groups, **settings)
@@ -246,8 +241,6 @@ test_trainer.train_in_a_group(sys.argv[1])
 
 
 class Watching(TrainerCallback):
-    """Notes what each step is made with."""
-
     def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
         self.seen = settings_of(model, optimizer.param_groups)
 

@@ -30,9 +30,6 @@ def detached(tensors):
     return tuple(each.detach() for each in tensors)
 
 
-# Operators.
-
-
 @rows
 def test_gradients_of_gradients_are_the_formulas(row):
     case = ROWS[row]()
@@ -144,8 +141,6 @@ def test_autocast_gives_its_type_under_transforms(row):
     assert all(each.dtype == torch.float32 and each.isfinite().all() for each in found)
 
 
-# Models, whose first derivatives by the operators' own backward are the measure of all others.
-
 NOBLE, SINE = partial(nlr.NobleConfig, rank=4), nlr.SineLowRankConfig(rank=2, omega=30)
 OPT = partial(opt, activation_function="gelu")  # relu has no derivative at 0, where differences would see it
 METHODS = {
@@ -189,7 +184,6 @@ class Model:
         return self.logits(values, ids).square().mean()
 
     def gradients(self, ids, values=None, **options):
-        """By autograd, as a training loop has them."""
         values = self.trained if values is None else values
         found = torch.autograd.grad(self.loss(values, ids), list(values.values()), materialize_grads=True, **options)
         return dict(zip(values, found, strict=True))

@@ -20,8 +20,6 @@ SHARED, FUSED = NobleConfig(rank=4, share_down="qkv"), NobleConfig(rank=4, fuse_
 
 
 class Unknown(nn.Module):
-    """Says nothing of its heads."""
-
     def __init__(self, width=48):
         super().__init__()
         self.attention = nn.ModuleDict({"qkv": nn.Linear(32, width)})

@@ -62,9 +62,6 @@ def test_rank_must_be_low():
         NobleLinear(12, 10, config=NobleConfig(rank=10))
 
 
-# --- the variant of the notes ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("kind", ["linear", "conv1d"])
 def test_gated_variant_is_the_notes_formula(kind, activation):

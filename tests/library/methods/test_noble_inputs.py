@@ -38,7 +38,6 @@ class Attention(nn.Module):
 
 
 def with_branches(make, options, **settings):
-    """Return a model with branches, and one whose layers stand alone with the same numbers."""
     settings = {"rank": 4, "up_scale": 1.0, **settings}
     model, alone = make(), make()
     nlr.augment(model, NobleConfig(**settings, **options), verbose=False)

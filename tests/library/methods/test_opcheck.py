@@ -54,7 +54,6 @@ class Draw:
         return self.any((), (0,), (1,), (5,), (2, 3), (2, 0), (0, 3), (1, 4), (2, 1, 3))
 
     def tensor(self, *shape, dtype):
-        """Normal numbers in some layout."""
         layout, gap = self.any("plain", "plain", "transposed", "sliced", "strided", "expanded"), 3
         if layout == "transposed" and len(shape) > 1:
             return torch.randn(*shape[:-2], shape[-1], shape[-2]).to(dtype).transpose(-1, -2)
@@ -68,7 +67,6 @@ class Draw:
         return torch.randn(shape).to(dtype)
 
     def wanted(self, *possible):
-        """A subset of what may be wanted."""
         bits = self.index | self.random.getrandbits(len(possible)) << self.index.bit_length()
         return [bool(may and bits >> place & 1) for place, may in enumerate(possible)]
 
@@ -113,7 +111,6 @@ def noble_backward(draw):
 
 
 def factors(draw, d_out, d_in):
-    """The flat tensors and settings of one to three deltas."""
     flat, settings = [], []
     for _ in range(draw.any(1, 1, 2, 3)):
         rank, dtype = draw.size(3), draw.any(*FLOATS)
@@ -158,7 +155,6 @@ def sine_backward(draw):
 
 
 def sine_rows(draw):
-    """Indices, table and deltas."""
     tokens, width = draw.size(), draw.size()
     indices = torch.randint(tokens, draw.batch(), dtype=draw.any(torch.int64, torch.int32))
     if indices.ndim > 1 and draw.any(True, False):

@@ -40,7 +40,6 @@ LIMITS = {
 
 
 def value(fit, x):
-    """P / Q of a fit in float64, by the form's definition."""
     p = sum(a * x**i for i, a in enumerate(fit.numerator))
     if fit.form == "abs_of_sum":
         return p / (1 + abs(sum(b * x**j for j, b in enumerate(fit.denominator))))

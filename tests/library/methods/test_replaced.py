@@ -172,7 +172,6 @@ def test_bfloat16_loads_and_runs(saved, row, family):
 
 
 def float32(module):
-    """Return the layer's tensors that stay float32."""
     method = method_of_layer(module)
     return method.float32 if method else ()
 

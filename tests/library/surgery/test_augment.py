@@ -156,8 +156,6 @@ def test_report_prints_and_counts(capsys):
     assert report.flops_added == 2 * (2 * (16 + 8) + 2 * 2) + 2 * (2 * (8 + 12) + 2 * 2)
 
 
-# How many branches there are, and how wide
-
 VARIANTS = [
     NobleConfig(),
     NobleConfig(activation="gelu", depth=1),
@@ -187,8 +185,6 @@ def test_the_budget_is_kept_and_used_up(config, budget):
 
 
 class Tied(nn.Module):
-    """Two linears of one weight, or two Conv1Ds, and a third of its own."""
-
     def __init__(self, conv=False):
         super().__init__()
         self.a, self.b, self.body = (Conv1D(48, 48) if conv else nn.Linear(48, 48) for _ in range(3))

@@ -136,9 +136,6 @@ def test_the_page_has_every_family():
     assert len(FAMILIES) >= 45
 
 
-# Where torchao and bitsandbytes convert linears: the dense part is taken, the branch stays
-
-
 def quantized(test):
     ignored = ("ignore::DeprecationWarning", "ignore:.*torchao.*")
     return pytest.mark.quantized(pytest.mark.filterwarnings(*ignored)(test))

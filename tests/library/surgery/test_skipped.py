@@ -55,16 +55,12 @@ class Outer(nn.Module):
 
 
 class Same(nn.Linear):
-    """Changes nothing, in other words."""
-
     def forward(self, x):
         y = x @ self.weight.T
         return y if self.bias is None else y + self.bias
 
 
 class Router(nn.Linear):
-    """A linear with more to it, as some models have."""
-
     def forward(self, x):
         y = super().forward(x)
         return y.softmax(-1), y
@@ -161,7 +157,6 @@ def test_branches_that_get_no_gradient_are_warned_of_at_the_first_step():
 
 @every_method
 def test_encoder_layers_of_torch_are_refused_with_the_fix(config):
-    """The layers that act in them are in test_user_models."""
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
     with pytest.raises(UserError, match=r"nothing to swap .*set activation_relu_or_gelu = 0 on that layer"):
         nlr.augment(encoder, config, verbose=False)
