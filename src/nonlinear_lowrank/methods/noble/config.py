@@ -40,6 +40,10 @@ class NobleConfig:
     not change. "auto": pretrained when the model was loaded by from_pretrained, else scratch."""
     dense_scale: float = 0.5
     """Dense weights have standard deviation dense_scale / sqrt(d_in)."""
+    own_init: tuple[str, ...] | None = None
+    """From scratch, weights and biases that keep the model's own init, by name with * for the numbers of layers, as
+    "transformer.h.*.attn.c_proj.weight". None: those that a model of transformers draws unlike its other linears
+    (T5's queries, projections scaled by the depth); (): none."""
     up_scale: float = 0.01
     """noble_up has standard deviation up_scale / sqrt(r)."""
     frequency_range: tuple[float, float] = (0.8, 1.2)
@@ -76,6 +80,12 @@ class NobleConfig:
     def __post_init__(self) -> None:
         if isinstance(self.frequency_range, list):  # JSON turns tuples into lists
             object.__setattr__(self, "frequency_range", tuple(self.frequency_range))
+        if isinstance(self.own_init, list):
+            object.__setattr__(self, "own_init", tuple(self.own_init))
+        if self.own_init is not None and not (
+            isinstance(self.own_init, tuple) and all(isinstance(each, str) for each in self.own_init)
+        ):
+            raise UserError(f"own_init must be a tuple of names, got {self.own_init!r}")
         check_integer("rank", self.rank, minimum=1)
         if self.rank_ratio is not None:
             check_number("rank_ratio", self.rank_ratio, above=0)

@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedModel
 from transformers import initialization as init  # skips tensors that were loaded from a checkpoint
 from transformers.pytorch_utils import Conv1D
 
@@ -48,6 +49,7 @@ from nonlinear_lowrank.methods.matrix import linear_shape
 
 from .config import NobleConfig
 from .experts import NobleExperts, branch_shapes
+from .inits import has_own_init, own_inits
 from .op import Branch, bottleneck, noble_branch, noble_linear
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
         self.noble_shared: SharedDown | None = None
         self.noble_group: NobleGroup | None = None
         self.noble_place = 0  # in either
+        self.noble_own_init = frozenset[str]()  # of "weight" and "bias", those that the model's own init draws
         # Sums h over devices that each have a part of d_in.
         self.noble_reduce: Callable[[Tensor], Tensor] | None = None
         self.noble_rank = r = config.rank_of(d_in, d_out)
@@ -103,8 +106,9 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
     def reset_parameters(self) -> None:
         """Draw every tensor of the table in this file's docstring; the dense ones only from scratch."""
         if self.noble_config.init != "pretrained":
-            init.normal_(self.weight, std=self.noble_config.dense_scale / self.noble_shape[0] ** 0.5)
-            if self.bias is not None:
+            if "weight" not in self.noble_own_init:
+                init.normal_(self.weight, std=self.noble_config.dense_scale / self.noble_shape[0] ** 0.5)
+            if self.bias is not None and "bias" not in self.noble_own_init:
                 init.zeros_(self.bias)
         self.reset_branch_parameters()
 
@@ -258,12 +262,17 @@ class NobleMethod(Method):
         layer.draw_up()
 
     def initial(self, config: Any, *, pretrained: bool) -> Any:
-        if config.init != "auto":
+        if pretrained:  # trained weights do not tell how they were drawn
+            config = replace(config, own_init=config.own_init or ())
+        return config if config.init != "auto" else replace(config, init="pretrained" if pretrained else "scratch")
+
+    def complete(self, model: nn.Module, config: Any, names: list[str]) -> Any:
+        if config.own_init is not None or config.init != "scratch":
             return config
-        return replace(config, init="pretrained" if pretrained else "scratch")
+        return replace(config, own_init=own_inits(model, names) if isinstance(model, PreTrainedModel) else ())
 
     def settings(self, config: Any) -> list[str]:
-        found = [f"init: {config.init}"]
+        found = [f"init: {config.init}" + f", but for {', '.join(config.own_init or ())}" * bool(config.own_init)]
         if config.share_down != "none":
             found.append(f"one down projection for each {config.share_down}")
         if config.fuse_shared_inputs:
@@ -271,11 +280,15 @@ class NobleMethod(Method):
         return found
 
     def build(self, name: str, module: nn.Module, config: Any) -> nn.Module:
-        return _layer(module, config)
+        layer = _layer(module, config)
+        if config.own_init and not isinstance(layer, NobleExperts):
+            own = (tensor for tensor in ("weight", "bias") if has_own_init(name, tensor, config.own_init))
+            layer.noble_own_init = frozenset(own)  # type: ignore[assignment]
+        return layer
 
     def build_all(self, modules: Mapping[str, nn.Module], config: Any) -> Mapping[str, nn.Module]:
         configs, groups = _resolved(modules, config)
-        layers = {name: _layer(module, configs[name]) for name, module in modules.items()}
+        layers = {name: self.build(name, module, configs[name]) for name, module in modules.items()}
         if groups or config.fuse_shared_inputs:
             from .inputs import SharedDown, group
 
