@@ -89,10 +89,8 @@ class SineLayer(LoraLayer):
     @torch.no_grad()
     def magnitude_is_narrow_and_untrained(self, name: str) -> bool:
         """Return whether an adapter's magnitude is just these lengths, rounded to a 16-bit type."""
-        if name not in self.lora_magnitude_vector:
-            return False
-        magnitude = self.lora_magnitude_vector[name].weight
-        if magnitude.is_meta or magnitude.dtype not in (torch.bfloat16, torch.float16):
+        magnitude = self.lora_magnitude_vector[name].weight if name in self.lora_magnitude_vector else None
+        if magnitude is None or magnitude.is_meta or magnitude.dtype not in (torch.bfloat16, torch.float16):
             return False
         return torch.equal(magnitude, self._lengths().to(magnitude.dtype))
 
@@ -120,8 +118,8 @@ class SineLayer(LoraLayer):
         return effective_weights(weight, [self.factors(name) for name in names], transposed=self.transposed)
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
-        """Return False: peft's conversion makes linears' factors only."""
-        return False
+        """Return True for linears: peft's conversion makes no other factors."""
+        return isinstance(self, SineLinear)
 
 
 class _Formed(NamedTuple):
@@ -138,16 +136,14 @@ class _ProductLayer(SineLayer):
     """Around linears and convolutions: one product, or the base's and the delta's, each with no more saved than x.
 
     One with a plain base and no dropout, with the weight that merging would give. In evaluation without gradients that
-    weight is kept, by the adapters in it, until something that it was formed from changes.
+    weight is kept, by the adapters in it, until something that it was formed from changes. Subclasses give `applied`,
+    x through the weight with adapters' deltas (without `base` through the deltas alone), and `multiplied`, x through a
+    weight to the same bits.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._formed: dict[tuple[str, ...], _Formed] = {}
         super().__init__(*args, **kwargs)
-
-    def multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x through a weight as `applied` multiplies, for the same bits."""
-        raise NotImplementedError
 
     def _keeps(self, names: Sequence[str]) -> bool:
         weight = self.base_layer.weight
@@ -190,10 +186,6 @@ class _ProductLayer(SineLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_formed": {}}
-
-    def applied(self, x: Tensor, source: Any, bias: Tensor | None, names: Sequence[str], *, base: bool) -> Tensor:
-        """Return x through the weight with these adapters' deltas, or through the deltas alone without base."""
-        raise NotImplementedError
 
     def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
         dropped = [name for name in names if self.training and isinstance(self.lora_dropout[name], nn.Dropout)]
@@ -245,10 +237,6 @@ class SineLinear(_ProductLayer, lora.Linear):
         flat = x.reshape(-1, x.shape[-1])
         y = torch.mm(flat, weight) if bias is None else torch.addmm(bias, flat, weight)
         return y.view(*x.shape[:-1], weight.shape[1])
-
-    def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
-        """Return True: an adapter adds one matrix to the weight."""
-        return True
 
 
 class _Convolution(_ProductLayer):

@@ -15,7 +15,7 @@ from peft.utils.quantization_utils import get_quantization_kwargs
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
+from nonlinear_lowrank.methods.matrix import matrix_of
 from nonlinear_lowrank.surgery.targets import bypassed_linears, unreached_experts
 
 from .config import BASE_ROWS, AdapterConfig, NamedConfig
@@ -65,8 +65,7 @@ class CheckedTuner(BaseTuner):
     def targets(self, config: Any, model: nn.Module) -> dict[str, nn.Module]:
         """Return the modules that an adapter goes on, by dotted name: plain ones, or our layers from another adapter.
 
-        Raises:
-            UserError: the config matches none of the model's modules.
+        UserError where the config matches none of the model's modules.
         """
         inside = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
         found = {
@@ -112,18 +111,16 @@ class CheckedTuner(BaseTuner):
             return
         every = peft_config.target_modules == INCLUDE_LINEAR_LAYERS_SHORTHAND
         parameters = getattr(peft_config, "target_parameters", None) or ()
-        if (
-            every and not parameters and (experts := unreached_experts(model))
-        ):  # peft's LoRA adapts them by target_parameters
+        # peft's LoRA adapts experts by target_parameters.
+        if every and not parameters and (experts := unreached_experts(model)):
             warnings.warn(f"{type(peft_config).__name__}: {experts}: they get no adapter", stacklevel=2)
         _maybe_include_all_linear_layers(peft_config, model)
         targets = self._acting(peft_config, model, every)
         for name, module in targets.items():
-            base = module
-            if isinstance(module, BaseTunerLayer):
-                if not self.is_own(module):
-                    raise UserError(f"{name} has an adapter of another method; call unload() or merge_and_unload()")
-                base = module.get_base_layer()
+            adapted = isinstance(module, BaseTunerLayer)
+            if adapted and not self.is_own(module):
+                raise UserError(f"{name} has an adapter of another method; call unload() or merge_and_unload()")
+            base: Any = module.get_base_layer() if adapted else module  # type: ignore[operator]
             self.check_target(name, base, peft_config.resolve(name))
         for pattern in peft_config.patterns.values():
             keys = getattr(peft_config, pattern)
@@ -133,11 +130,7 @@ class CheckedTuner(BaseTuner):
                 raise UserError(f"{pattern} has {', '.join(map(repr, unused))}, which match no adapted module")
 
     def _acting(self, peft_config: Any, model: nn.Module, every: bool) -> dict[str, nn.Module]:
-        """Return the targets, without those that the model's code does not call where every linear is asked for.
-
-        Raises:
-            UserError: the user named one of them.
-        """
+        """Return the targets, without those that the model's code does not call; UserError if the user named one."""
         targets, bypassed = self.targets(peft_config, model), bypassed_linears(model)
         dead = {name: bypassed[name].why for name in targets if name in bypassed and bypassed[name].refused}
         if not dead:
@@ -230,8 +223,8 @@ class CheckedTuner(BaseTuner):
     ) -> dict[str, Tensor]:
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         given = {name: tensor for name, tensor in remapped.items() if f".{cls.prefix}" in name}
-        have = {name: tensor for name, tensor in model.state_dict().items() if f".{cls.prefix}" in name}
-        have = {name: tensor for name, tensor in have.items() if f".{adapter_name}." in f"{name}."}
+        parts = (f".{cls.prefix}", f".{adapter_name}.")
+        have = {name: each for name, each in model.state_dict().items() if all(part in f"{name}." for part in parts)}
         wrong = "the adapter was made for another base model or config"
         for name in have.keys() & given.keys():
             if have[name].shape != given[name].shape:
@@ -255,7 +248,6 @@ class AdapterModel(CheckedTuner):
     """The layer for each kind of `methods.matrix.Matrix` that the method adapts."""
 
     def check_target(self, name: str, base: nn.Module, config: Any) -> None:
-        """Raise UserError where the method cannot adapt a plain module; called for all of them, before any change."""
         matrix = matrix_of(base)
         if isinstance(matrix, str):
             raise UserError(f"{name} {matrix}; take it out of target_modules, or name it in exclude_modules")
@@ -264,8 +256,7 @@ class AdapterModel(CheckedTuner):
 
     def new_layer(self, base: nn.Module, config: Any) -> Any:
         """Return a layer, still without adapters, around a plain module."""
-        matrix = matrix_of(base)
-        assert isinstance(matrix, Matrix)
+        matrix: Any = matrix_of(base)
         return self.layer_classes[matrix.kind](base, get_quantization_kwargs(self.model))
 
     def is_own(self, layer: nn.Module) -> bool:

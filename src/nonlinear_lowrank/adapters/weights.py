@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import MultiplierLayer, Role
-from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
+from nonlinear_lowrank.methods.matrix import matrix_of
 
 from .config import BASE_ROWS, AdapterConfig
 from .quantized import backend_of, keep_unpacked, unpack
@@ -175,7 +175,6 @@ class TensorLayer(AdapterLayer):
         """Each adapter's config, with the values of this very module filled in from the patterns."""
         for name in self.adapter_layer_names:
             setattr(self, name, nn.ModuleDict())
-        self._disable_adapters = False
         self.merged_adapters: list[str] = []
 
     def set_scale(self, adapter: str, scale: float) -> None:
@@ -235,10 +234,8 @@ class WeightLayer(TensorLayer):
 
     def __init__(self, base_layer: nn.Module, quantization: Mapping[str, Any]) -> None:
         super().__init__(base_layer)
-        matrix = matrix_of(base_layer)
-        assert isinstance(matrix, Matrix)
-        self.matrix = matrix
-        self.d_out, self.d_in = matrix.d_out, matrix.d_in
+        matrix: Any = matrix_of(base_layer)
+        self.matrix, self.d_out, self.d_in = matrix, matrix.d_out, matrix.d_in
         self.set_quantization(base_layer, quantization)
         # Read by code that expects the plain module.
         for name in ("in_features", "out_features", "num_embeddings", "embedding_dim", "nf", "nx"):

@@ -20,7 +20,7 @@ from nonlinear_lowrank.adapters.tuner import AdapterModel, register_adapter
 from nonlinear_lowrank.adapters.weights import WeightLayer, is_plain
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Role
-from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
+from nonlinear_lowrank.methods.matrix import matrix_of
 from nonlinear_lowrank.methods.noble import NobleConfig
 from nonlinear_lowrank.validation import check_share
 
@@ -175,10 +175,8 @@ class NobleAdapterModel(AdapterModel):
     }
 
     def check_target(self, name: str, base: nn.Module, config: NobleAdapterConfig) -> None:
-        """Check also that r is low."""
         super().check_target(name, base, config)
-        matrix = matrix_of(base)
-        assert isinstance(matrix, Matrix)
+        matrix: Any = matrix_of(base)
         d_in, d_out = matrix.d_in, matrix.d_out
         if config.r >= min(d_in, d_out):
             raise UserError(

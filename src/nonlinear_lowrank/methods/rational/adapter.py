@@ -33,6 +33,9 @@ from .adapter_layers import ALL_ACTIVATIONS, ALL_LINEAR, NoraActivation, NoraCon
 from .layer import RationalActivation, RationalConfig
 from .sites import Survey, survey
 
+_NOT_PLAIN = (
+    "use_dora", "use_rslora", "lora_bias", "target_parameters", "rank_pattern", "alpha_pattern", "layer_replication",
+)  # fmt: skip
 __all__ = ["NoraActivation", "NoraConfig", "NoraModel", "NoraReport", "lora_to_nora"]
 
 
@@ -97,10 +100,10 @@ class NoraModel(AdapterModel):
             functional=seen.functional,
             flops=sum(each.flops(adapter_name) for each in mine.values() if isinstance(each, NoraActivation)),
             trainable=sum(
-                getattr(layer, tensors)[adapter_name].weight.numel()
+                each.numel()
                 for layer in mine.values()
-                for tensors in layer.adapter_layer_names
-                if adapter_name in getattr(layer, tensors)
+                for name, each in layer.named_parameters()
+                if name.endswith(f".{adapter_name}.weight")
             ),
         )
 
@@ -269,16 +272,7 @@ def lora_to_nora(model: PeftModel, adapter_name: str = "default", **settings: An
         others = ", ".join(model.peft_config.keys() - {adapter_name})
         raise UserError(f"{others} would be lost; keep {adapter_name!r} alone, by delete_adapter")
     layers = {name: each for name, each in model.get_base_model().named_modules() if isinstance(each, LoraLayer)}
-    other = (
-        "use_dora",
-        "use_rslora",
-        "lora_bias",
-        "target_parameters",
-        "rank_pattern",
-        "alpha_pattern",
-        "layer_replication",
-    )
-    unfit = [name for name in other if getattr(config, name, None)]
+    unfit = [name for name in _NOT_PLAIN if getattr(config, name, None)]
     unfit += [name for name, layer in layers.items() if type(layer) is not lora.Linear][:1]
     if type(config) is not LoraConfig or unfit:
         raise UserError(
@@ -286,11 +280,8 @@ def lora_to_nora(model: PeftModel, adapter_name: str = "default", **settings: An
         )
     made = NoraConfig(
         lora_r=config.r,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
         lora_target_modules=list(layers),
-        task_type=config.task_type,
-        modules_to_save=config.modules_to_save,
+        **{name: getattr(config, name) for name in ("lora_alpha", "lora_dropout", "task_type", "modules_to_save")},
         **{"anchor": "exact", **settings},
     )
     trained = get_peft_model_state_dict(model, adapter_name=adapter_name)

@@ -38,7 +38,7 @@ from nonlinear_lowrank.methods.base import Role
 from nonlinear_lowrank.ops.precision import kept_float32, wide_dtype
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number, check_share
 
-from .fit import KINDS, RationalFit, check_range, fit_rational
+from .fit import KINDS, RationalFit, check_range
 from .layer import Anchor, RationalActivation, RationalConfig, Tails
 from .reference import KIND, Form
 from .sites import Site
@@ -323,8 +323,7 @@ class NoraActivation(TensorLayer):
         """Return what the coefficients start from where they are trained themselves."""
         if self.configs[name].tuning == "rational":
             return self.theta(name)
-        settings = self.rational(name)
-        fit = fit_rational("gelu", form=settings.form, degrees=settings.degrees, fit_range=settings.fit_range)
+        fit = replace(self.rational(name), activation="gelu").fit()
         return _row(fit.numerator), _row(fit.denominator)
 
     def _first(self, name: str, side: str) -> int:
@@ -345,9 +344,8 @@ class NoraActivation(TensorLayer):
 
     def coefficients(self, names: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return numerator and denominator with the shifts of these adapters, (G, .), float32 or wider."""
-        settings = [self.rational(name) for name in names]
-        for name, other in zip(names[1:], settings[1:], strict=True):
-            if replace(other, groups=1) != replace(settings[0], groups=1):
+        for name in names[1:]:
+            if replace(self.rational(name), groups=1) != replace(self.rational(names[0]), groups=1):
                 raise UserError(
                     f"the adapters {names[0]!r} and {name!r} shift different rational functions (form, degrees, "
                     "fit_range, tails or anchor) and cannot be active together; activate one at a time"

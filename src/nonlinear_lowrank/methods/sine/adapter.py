@@ -94,21 +94,18 @@ class SineLoraConfig(NamedConfig, LoraConfig):
         check_share("lora_dropout", self.lora_dropout)
         self.check_fields()
         if self.lora_alpha is None:
-            self._scale_by_one()
+
+            def alpha(r: int) -> float:
+                return r**0.5 if self.use_rslora else float(r)
+
+            self.lora_alpha = alpha(self.r)
+            by_rank = {name: alpha(r) for name, r in (self.rank_pattern or {}).items()}
+            self.alpha_pattern = by_rank | (self.alpha_pattern or {})
         for name in ("lora_alpha", "gain"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), above=0)
         super().__post_init__()
         self.peft_type = PeftType(self.type_name)
-
-    def _scale_by_one(self) -> None:
-        def alpha(r: int) -> float:
-            return r**0.5 if self.use_rslora else float(r)
-
-        self.lora_alpha = alpha(self.r)
-        self.alpha_pattern = {name: alpha(r) for name, r in (self.rank_pattern or {}).items()} | (
-            self.alpha_pattern or {}
-        )
 
     def check_value(self, name: str, value: Any, where: str) -> None:
         if name == "r":
