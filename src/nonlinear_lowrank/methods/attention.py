@@ -8,25 +8,46 @@ SEPARATE = ("q_proj", "query", "query_proj", "q_lin", "q_linear", "linear_q", "t
 """Names of query projections."""
 KEYS = ("k_proj", "key", "key_proj", "k_lin", "k_linear", "linear_k", "to_k", "wk", "k")
 """Names of key projections."""
+VALUES = ("v_proj", "value", "value_proj", "v_lin", "v_linear", "linear_v", "to_v", "wv", "v")
+"""Names of value projections."""
+LATENT = ("q_b_proj",)
+"""Names of projections from a latent, narrower than the model, to queries (DeepSeek's latent attention)."""
 FUSED = ("c_attn", "qkv", "qkv_proj", "qkv_linear", "Wqkv")
 """Names of projections whose rows are q, k and v, one after another."""
 MIXED = "mixes rows of q, k and v, without a block of queries; leave it out with exclude="
 QUERY_BESIDE = "holds keys and values only, and the query is beside it; leave it out with exclude="
 BY_HEAD = "query_key_value"
 """A fused projection whose rows are q, k and v of one head after another."""
-_BY_DEVICE = ("CodeGenAttention",)
+_BY_HEAD_IN = ("GPTNeoX", "Bloom", "Persimmon", "MiniMaxLightning")
+_DEVICES = 4  # of CodeGen, in transformers' code a constant
 
 
 def mixes_rows(name: str, parent: nn.Module | None) -> bool:
     """Return whether a projection's rows are q, k and v of each head, or device, in turn, not a block of each."""
+    return name.rpartition(".")[2] == BY_HEAD or row_groups(name, parent) != 1
+
+
+def row_groups(name: str, parent: Any) -> int | None:
+    """Return the number of groups of rows in a projection, each of which has its q, k and v; None where nothing says.
+
+    1 is a block of each; the number of heads is head by head. Falcon has a group for each key, CodeGen for each device.
+    """
     own, kind = name.rpartition(".")[2], type(parent).__name__
-    if own == BY_HEAD or kind in _BY_DEVICE:
-        return True
-    by_head = kind == "GPTBigCodeAttention" and not getattr(parent, "multi_query", False)
-    return by_head and own in FUSED and not getattr(parent, "is_cross_attention", False)
+    if own not in (*FUSED, BY_HEAD):
+        return 1
+    heads, _ = attention_heads(parent)
+    if kind.startswith(_BY_HEAD_IN):
+        return heads
+    if kind.startswith("CodeGen"):
+        return _DEVICES
+    if kind.startswith("Falcon") and parent.new_decoder_architecture:
+        return int(parent.num_kv_heads)
+    if kind.startswith(("Falcon", "GPTBigCode")):
+        return 1 if parent.multi_query or getattr(parent, "is_cross_attention", False) else heads
+    return None if own == BY_HEAD else 1
 
 
-def attention_heads(parent: nn.Module) -> tuple[int | None, int | None]:
+def attention_heads(parent: nn.Module | None) -> tuple[int | None, int | None]:
     """Return the number of an attention's query heads and their width; None where neither it nor its config says."""
     sources = [parent, getattr(parent, "config", None)]
 

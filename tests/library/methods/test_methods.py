@@ -9,7 +9,7 @@ from transformers.distributed import DistributedConfig
 
 import nonlinear_lowrank as nlr
 from activation_helpers import fast_path, liger_like, mamba
-from attention_helpers import big_code, by_head, by_part, cross_attending, grouped_llama, grouped_phi3
+from attention_helpers import big_code, by_head, by_part, cross_attending, grouped_phi3
 from model_helpers import ALL, FAMILIES, batch
 from nlr_lab.training import Arm
 from nonlinear_lowrank import NobleConfig, UserError
@@ -23,6 +23,18 @@ class Unknown(nn.Module):
     def __init__(self, width=48):
         super().__init__()
         self.attention = nn.ModuleDict({"qkv": nn.Linear(32, width)})
+
+
+class Unmixed(nn.Module):
+    """A fused projection of a class that nobody knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.ModuleDict({"query_key_value": nn.Linear(32, 96)})
+
+
+def two_layouts():
+    return nn.Sequential(by_part(), grouped_phi3(1, head_dim=16))
 
 
 def rational(groups=4, **choice):
@@ -47,19 +59,14 @@ def cross_attending_sine():
 
 # (model, (config, choice), what the error says)
 REFUSED = [
-    (
-        lambda: grouped_llama(head_dim=16),
-        (QUERY, {}),
-        r"0.self_attn.q_proj has queries of width 64 .* model of width 32",
-    ),
-    (lambda: grouped_phi3(1, head_dim=16), (QUERY, {}), r"has queries of width 64 .* in a model of width 32"),
-    (by_head, (QUERY, {}), r"query_key_value mixes rows of q, k and v"),
-    (by_part, (QUERY, {}), r"qkv_proj mixes rows of q, k and v"),
-    (lambda: big_code(False), (QUERY, {}), r"attn.c_attn mixes rows of q, k and v"),
+    (Unmixed, (QUERY, {}), r"attention.query_key_value mixes rows of q, k and v"),
+    (lambda: grouped_phi3(2), (nlr.NonlinearQueryConfig(query_groups=3), {}), r"qkv_proj is 32 -> 64, .* in 3 equal"),
+    (lambda: grouped_phi3(2), (nlr.NonlinearQueryConfig(query_width=64), {}), r"not queries of width 64.*exclude="),
+    (FAMILIES["opt"], (nlr.NonlinearQueryConfig(query_width=32), {}), "query_width=32 is for projections that hold"),
+    (two_layouts, (QUERY, {}), r"attn.qkv_proj and 1.model.* hold their queries in different places.*include="),
     (Unknown, (QUERY, {}), r"attention.qkv is 32 -> 48, and ModuleDict does not say"),
     (lambda: Unknown(33), (QUERY, {"include": ".*qkv"}), r"must then be 32 -> 96"),
     (of(nn.Linear(4, 4)), (QUERY, {}), r"nothing to swap.*name the targets with include="),
-    (FAMILIES["llama"], (QUERY, {"include": ".*k_proj"}), r"k_proj has queries of width 16 .* in a model of width 32"),
     (cross_attending, (QUERY, {"include": ".*crossattention.c_attn"}), "holds keys and values only"),
     (FAMILIES["llama"], (QUERY, {"fuse_shared_inputs": True}), "has no layers to compute together"),
     (by_head, (QK_NORM, {}), "nothing to swap"),
@@ -123,6 +130,10 @@ ROLES = [
             **dict.fromkeys(("query_norm_weight", "query_out_weight", "query_out_bias"), ("query.norm", *_NO_DECAY)),
         },
     ),
+    (
+        nlr.NonlinearQueryConfig(residual="linear"),
+        {"query_weight": ("query.weight", *_BOTH), "query_bias": ("query.norm", *_NO_DECAY)},
+    ),
     (QK_NORM, dict.fromkeys(("qk_norm_query", "qk_norm_key"), ("qk-norm", *_NO_DECAY))),
     (
         nlr.RationalConfig(groups=4),
@@ -135,7 +146,7 @@ ROLES = [
 ]
 
 
-@pytest.mark.parametrize(("config", "roles"), ROLES, ids=[config.method for config, _ in ROLES])
+@pytest.mark.parametrize(("config", "roles"), ROLES, ids=lambda value: getattr(value, "method", ""))
 def test_roles_decay_and_optimizers(config, roles):
     model = FAMILIES["opt"]()
     report = nlr.augment(model, config, verbose=False)
@@ -186,6 +197,7 @@ ARMS = {
     "nonlinear-query:scale=1.0": (False, "kind", "nonlinear"),
     "identity-query": (True, "kind", "identity"),
     "residual-linear-query:rank=8": (True, "kind", "linear"),
+    "residual-query": (True, "kind", "full_rank"),
     r"sine-lowrank:rank=2,omega=300.0,include=.*fc[12],init=kaiming_zero": (False, "init", "kaiming_zero"),
     "low-rank:rank=2,exclude=.*attn.*": (True, "activation", "identity"),
     "sigmoid-low-rank:rank=2,exclude=.*attn.*": (True, "activation", "sigmoid"),

@@ -28,6 +28,13 @@ ROWS = {
     "shared-noble": ([each for each in MODELS if each != "gpt2"], nlr.NobleConfig(rank=3, share_down="qkv"), {}),
     "rational": ((*MODELS, "convnext"), nlr.RationalConfig(groups=4), {}),
     "rational-exact": (("gpt2",), nlr.RationalConfig(anchor="exact", form="sum_of_abs", degrees=(3, 2)), {}),
+    "residual-query": (("opt", "gpt2"), nlr.NonlinearQueryConfig(kind="full_rank"), {}),
+    "kept-query": (("opt", "gpt2"), nlr.NonlinearQueryConfig(residual="linear"), {}),
+    "other-query": (
+        ("llama",),
+        nlr.NonlinearQueryConfig(activation="silu", in_norm="layer", out_norm="rms"),
+        {"include": r".*\.[qkv]_proj"},
+    ),
     "linear-query": (("opt",), nlr.NonlinearQueryConfig(kind="linear", rank=5), {}),
 }
 CASES = [(row, family) for row, (families, *_) in ROWS.items() for family in families]

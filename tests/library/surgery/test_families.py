@@ -39,13 +39,10 @@ OTHER_FAMILIES = (
     *("convnext", "clip", "wav2vec2", "wavlm", "wav2vec2-bert"),
 )
 REFUSALS = {
-    ("gpt_neox", "query"): "mixes rows of q, k and v",
-    ("deepseek_v3", "query"): "not named like a target",
     ("mamba", "query"): "not named like a target",
     ("rwkv", "query"): "not named like a target",
     ("wavlm", "query"): "without calling it",
     ("convnext", "query"): "not named like a target",
-    ("convbert", "query"): "queries of width 16",
     ("gpt_oss", "rational"): "a function cannot be swapped",
     ("rwkv", "rational"): "a function cannot be swapped",
     ("mamba", "rational"): "is bypassed",
