@@ -30,6 +30,13 @@ def refused(capsys, *arguments):
     return err
 
 
+def python_prints(code, *arguments):
+    """Return what a new interpreter prints; it must succeed."""
+    done = run_python(code, *arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def run_python(code, *arguments):
     """Return the finished process of a new interpreter."""
     command = [sys.executable, "-c", code, *map(str, arguments)]

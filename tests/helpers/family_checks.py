@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,6 +21,12 @@ from family_helpers import FAMILIES, Inputs
 
 RANK = 4
 TENSORS_OF_A_BRANCH = 7  # down, up, mix, two frequencies, two phases; experts have two branches in each tensor
+
+
+def quantized(test: Any) -> Any:
+    """Mark a test that needs torchao or bitsandbytes, which warn."""
+    ignored = ("ignore::DeprecationWarning", "ignore:.*torchao.*")
+    return pytest.mark.quantized(pytest.mark.filterwarnings(*ignored)(test))
 
 
 def augmented(name: str, **settings: Any) -> tuple[PreTrainedModel, nlr.AugmentReport]:

@@ -36,9 +36,13 @@ def sentence(generator: np.random.Generator, words: int = 6) -> str:
     return " ".join(generator.choice(WORDS[:12], words))
 
 
-def save(model: Any, folder: Path) -> None:
+def save(model: Any, folder: Path, pairs: bool | None = None) -> str:
+    """Save a model without transformers' bars, and a tokenizer where it is said of what; return the folder."""
     with quiet_loading():
         model.save_pretrained(folder)
+    if pairs is not None:
+        tokenizer(pairs).save_pretrained(folder)
+    return str(folder)
 
 
 def tokenizer(pairs: bool) -> PreTrainedTokenizerFast:
@@ -56,13 +60,6 @@ def tokenizer(pairs: bool) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, model_input_names=names, **special)
 
 
-def _save(model: Any, folder: Path, pairs: bool | None) -> str:
-    save(model, folder)
-    if pairs is not None:
-        tokenizer(pairs).save_pretrained(folder)
-    return str(folder)
-
-
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 VOCABULARY = {**SIZES, "vocab_size": len(SPECIAL) + len(WORDS)}
 
@@ -71,20 +68,20 @@ def encoder(folder: Path, dropout: float = 0.1) -> str:
     torch.manual_seed(0)
     dropped = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
     config = BertConfig(**VOCABULARY, max_position_embeddings=64, **dropped)
-    return _save(BertModel(config), folder, pairs=True)
+    return save(BertModel(config), folder, pairs=True)
 
 
 def language_model(folder: Path) -> str:
     torch.manual_seed(0)
     tokens = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
     config = LlamaConfig(**VOCABULARY, max_position_embeddings=128, **tokens)
-    return _save(LlamaForCausalLM(config), folder, pairs=False)
+    return save(LlamaForCausalLM(config), folder, pairs=False)
 
 
 def vision_model(folder: Path, channels: int = 1, labels: int = 3) -> str:
     torch.manual_seed(0)
     config = ViTConfig(image_size=8, patch_size=4, num_channels=channels, num_labels=labels, **SIZES)
-    return _save(ViTForImageClassification(config), folder, pairs=None)
+    return save(ViTForImageClassification(config), folder)
 
 
 def glue_folder(folder: Path, rows: int = 40, seed: int = 0) -> str:
@@ -144,6 +141,15 @@ def glue_task(root: Path, task: str = "cola", pooling: str = "own", **data: Any)
         glue=GlueData(task=task, source=str(root / "glue"), max_length=32, **data),
         model=Pretrained(checkpoint=str(root / "bert"), targets=("query", "value"), pooling=pooling),
     )
+
+
+def glue_command(root: Path, out: Path, *more: Any) -> list[Any]:
+    """`nlr finetune` on CoLA and the model of `encoder`, over four steps."""
+    return [
+        *("finetune", "glue-minilm", "--checkpoint", root / "bert", "--source", root / "glue", "--steps", 4),
+        *("--pooling", "own", "--eval-every", 2, "--batch-size", 4, "--max-length", 32, "--threads", 1),
+        *("--tracker", "none", "--out", out, *more),
+    ]
 
 
 def instruction_task(root: Path, **data: Any) -> InstructionTask:

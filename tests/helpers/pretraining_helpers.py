@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import finetune_helpers
-from cli_helpers import run_python
+from cli_helpers import python_prints
 from nlr_lab.runtime.storage import step_folders
 from nlr_lab.tasks.images.augmentation import Augmentation
 from nlr_lab.tasks.images.pretraining import ConvNextBackbone, ImagePretrainingTask, VitBackbone
@@ -80,6 +80,4 @@ print(type(model).__name__)
 def logits_in_a_fresh_process(folder, auto, inputs):
     """The class that transformers loads a saved model as elsewhere, and its logits there."""
     torch.save(inputs, folder.parent / "inputs.pt")
-    done = run_python(LOAD, folder, auto)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip(), torch.load(folder.parent / "logits.pt")
+    return python_prints(LOAD, folder, auto).strip(), torch.load(folder.parent / "logits.pt")

@@ -41,18 +41,13 @@ def answer_tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_model(tokenizer, positions: int = 4096, dtype: torch.dtype = torch.float64) -> LlamaForCausalLM:
     """Weights large enough that its choices differ from question to question."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=positions,
-        initializer_range=0.3,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens = {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+    }
+    config = LlamaConfig(**sizes, **tokens, max_position_embeddings=positions, initializer_range=0.3)
     return LlamaForCausalLM(config).to(dtype).eval()
 
 
@@ -75,16 +70,11 @@ def write_lines(path: Path, rows: list[dict]) -> Path:
 
 
 def mmlu_rows(subjects: list[str], count: int) -> list[dict]:
-    return [
-        {
-            "subject": subject,
-            "question": f" {words()}? ",
-            "choices": [words(1, 4) for _ in range(4)],
-            "answer": int(torch.randint(4, ())),
-        }
-        for _ in range(count)
-        for subject in subjects
-    ]
+    def row(subject):
+        question, choices = f" {words()}? ", [words(1, 4) for _ in range(4)]
+        return {"subject": subject, "question": question, "choices": choices, "answer": int(torch.randint(4, ()))}
+
+    return [row(subject) for _ in range(count) for subject in subjects]
 
 
 def commonsense_rows(test: str, count: int) -> list[dict]:

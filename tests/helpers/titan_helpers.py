@@ -152,19 +152,14 @@ class NoTokenizer(BaseTokenizer):
 
 def job(spec, folder, *, steps=12, batch=8, lr=3e-3, precision="float32", backend="spmd_types", **checkpoint):
     """A trainer config; `checkpoint` is for its CheckpointManager."""
+    sizes = {"local_batch_size": batch, "seq_len": LENGTH, "steps": steps}
     return Trainer.Config(
         model_spec=spec,
         dump_folder=str(folder),
         hf_assets_path=str(folder),
         optimizer=default_adamw(lr=lr),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
-        training=TrainingConfig(
-            local_batch_size=batch,
-            seq_len=LENGTH,
-            steps=steps,
-            disable_cuda_graphs=True,
-            mixed_precision_param=precision,
-        ),
+        training=TrainingConfig(**sizes, disable_cuda_graphs=True, mixed_precision_param=precision),
         parallelism=ParallelismConfig(spmd_backend=backend),
         loss=CrossEntropyLoss.Config(global_vocab_size=VOCABULARY),
         metrics=MetricsProcessor.Config(log_freq=1),

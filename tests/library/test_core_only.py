@@ -1,6 +1,6 @@
 """The library without its extras: only torch, transformers, safetensors, wrapt and what these require are there."""
 
-from cli_helpers import run_python
+from cli_helpers import python_prints
 
 # Written into the new process before anything else is imported.
 CORE_ONLY = '''
@@ -82,9 +82,7 @@ print(len(configs))
 
 
 def test_training_saving_and_loading_need_no_extra(tmp_path):
-    done = run_python(CORE_ONLY + TRAIN, tmp_path / "model")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-1] == "5"
+    assert python_prints(CORE_ONLY + TRAIN, tmp_path / "model").split()[-1] == "5"
 
 
 ADAPTERS = """
@@ -105,5 +103,4 @@ for use in (*(lambda name=name: getattr(nlr, name) for name in ("SineLoraConfig"
 
 def test_adapters_name_the_extra_that_they_need(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    done = run_python(CORE_ONLY + ADAPTERS, tmp_path)
-    assert done.returncode == 0, done.stderr
+    python_prints(CORE_ONLY + ADAPTERS, tmp_path)

@@ -6,16 +6,10 @@ import sys
 import pytest
 
 import nonlinear_lowrank as nlr
-from cli_helpers import run_python
+from cli_helpers import python_prints as run
 from model_helpers import llama
 
 HEAVY = ("torch", "transformers", "peft", "datasets", "scipy")
-
-
-def run(code: str, *arguments: str) -> str:
-    done = run_python(code, *arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_importing_it_or_asking_for_help_imports_nothing_heavy():

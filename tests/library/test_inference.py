@@ -10,6 +10,7 @@ from torch import nn
 
 import model_helpers
 import nonlinear_lowrank as nlr
+from family_checks import quantized
 from nonlinear_lowrank.methods.noble.fused import FusedNoble, FusedNobleLinear
 from refusals import assert_refused
 
@@ -159,11 +160,6 @@ def test_wrong_inputs_and_saving(tmp_path, monkeypatch):
     nlr.optimize_for_inference(model)
     assert_refused("save it before", model.save_pretrained, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def quantized(test):
-    ignored = ("ignore::DeprecationWarning", "ignore:.*torchao.*")
-    return pytest.mark.quantized(pytest.mark.filterwarnings(*ignored)(test))
 
 
 @quantized

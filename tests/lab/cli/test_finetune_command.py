@@ -12,24 +12,11 @@ from transformers import AutoModelForSequenceClassification
 import finetune_helpers as kit
 from adapter_helpers import PEFT_WARNINGS
 from cli_helpers import refused, run, succeed
+from finetune_helpers import glue_command as options
 from nonlinear_lowrank.hub import load_model
 from seeds import rng
 
 pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS, "ignore:.*is_gradient_checkpointing.*:FutureWarning")
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    """Tiny checkpoints and data, made once."""
-    return kit.root(tmp_path_factory.mktemp("data"))
-
-
-def options(root, out, *more):
-    return [
-        *("finetune", "glue-minilm", "--checkpoint", root / "bert", "--source", root / "glue", "--steps", 4),
-        *("--pooling", "own", "--eval-every", 2, "--batch-size", 4, "--max-length", 32, "--threads", 1),
-        *("--tracker", "none", "--out", out, *more),
-    ]
 
 
 def test_finetune_prints_the_score_and_leaves_an_adapter(root, tmp_path, capsys):

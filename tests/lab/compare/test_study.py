@@ -179,18 +179,9 @@ def test_compares_arms_of_several_records_by_seed():
 
 
 def test_smoke_run_of_a_model_is_small_and_apart(novel, tmp_path, capsys):
-    run_study(
-        novel,
-        tmp_path / "runs" / "cpu",
-        tmp_path / "absent",
-        "cpu",
-        smoke=True,
-        arms=[Arm.parse(text) for text in ("baseline:lr=1e-3", "noble:rank=2,lr=1e-3")],
-        seeds=3,
-        max_extensions=2,
-        timing_rounds=30,
-        quiet=True,
-    )
+    arms = [Arm.parse(text) for text in ("baseline:lr=1e-3", "noble:rank=2,lr=1e-3")]
+    options = {"arms": arms, "seeds": 3, "max_extensions": 2, "timing_rounds": 30, "quiet": True}
+    run_study(novel, tmp_path / "runs" / "cpu", tmp_path / "absent", "cpu", smoke=True, **options)
     assert "noble-r2" in capsys.readouterr().out
     folder = tmp_path / "runs" / "cpu-smoke"
     assert {path.name for path in folder.glob("runs/*/lr-*/seed-*")} == {"seed-1"}

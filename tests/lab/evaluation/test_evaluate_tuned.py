@@ -19,12 +19,6 @@ TASKS = {"cola": kit.glue_task, "instructions": kit.instruction_task, "images": 
 ARMS = ("full", "lora:r=2", "sine-dora:r=2,omega=30", "nora++:r=2,groups=4,lora_r=2", "noble-adapter:r=2", "head")
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    """Tiny checkpoints and data, made once."""
-    return kit.root(tmp_path_factory.mktemp("data"))
-
-
 def tuned(task, out, arm="sine-lora:r=2,omega=30"):
     return run_training(kit.recipe(task, arm, steps=3, eval_every=3, save_every=3), out, quiet=True)
 

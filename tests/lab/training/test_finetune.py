@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import finetune_helpers as helpers
 import nonlinear_lowrank as nlr
-from cli_helpers import run_python
+from cli_helpers import python_prints
 from nlr_lab.compare import compare
 from nlr_lab.tasks.task import AdapterSetup, Measure
 from nlr_lab.training import Arm, Recipe, TrainConfig, TrainResult, run_training
@@ -32,12 +32,6 @@ def adapted(recipe: Recipe, prepared=None):
 
 def train(recipe: Recipe, out: Path, **options) -> TrainResult:
     return run_training(recipe, out, quiet=True, **options)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    """Tiny checkpoints and data, made once."""
-    return helpers.root(tmp_path_factory.mktemp("data"))
 
 
 def test_controls_are_what_is_none_of_our_methods():
@@ -273,9 +267,8 @@ def test_printed_lines_load_the_model_in_a_fresh_process(root, tmp_path, kind, a
         expected = model.eval()(**batch).logits
     values = json.dumps({name: value.tolist() for name, value in batch.items()})
     code = LOADER.format(code=loading_code(folder, recipe.task.model.where()))
-    done = run_python(code, values)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert torch.tensor(json.loads(done.stdout.splitlines()[-1])).numpy() == pytest.approx(expected.numpy(), abs=1e-6)
+    found = json.loads(python_prints(code, values).splitlines()[-1])
+    assert torch.tensor(found).numpy() == pytest.approx(expected.numpy(), abs=1e-6)
     if kind != "image":
         assert AutoTokenizer.from_pretrained(folder).get_vocab() == prepared.tokenizer.get_vocab()
 

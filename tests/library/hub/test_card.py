@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 import finetune_helpers
 import nonlinear_lowrank as nlr
 from adapter_helpers import PEFT_WARNINGS
-from cli_helpers import run, run_python
+from cli_helpers import python_prints, succeed
 from model_helpers import llama
 from nlr_lab.recipes import RECIPES, get_recipe
 from nlr_lab.training import run_training
@@ -53,9 +53,7 @@ def test_training_writes_a_card(tmp_path):
     # The three lines load it, in a process that has seen nothing of ours before.
     code = loading_lines(card).replace('"this folder"', repr(str(folder)))
     assert len(code.splitlines()) == 3
-    done = run_python(f"{code}\nprint(sum('noble_up' in name for name in model.state_dict()))")
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) > 0
+    assert int(python_prints(f"{code}\nprint(sum('noble_up' in name for name in model.state_dict()))").split()[-1]) > 0
 
 
 def test_training_a_baseline_writes_a_card_without_an_import(tmp_path):
@@ -69,21 +67,14 @@ def test_training_a_baseline_writes_a_card_without_an_import(tmp_path):
 def test_finetuning_and_merging_write_cards(tmp_path, capsys):
     root = finetune_helpers.root(tmp_path / "data")
     out, merged = tmp_path / "out", tmp_path / "merged"
-    options = [
-        *("finetune", "glue-minilm", "--checkpoint", root / "bert", "--source", root / "glue", "--steps", 2),
-        *("--pooling", "own", "--eval-every", 2, "--batch-size", 4, "--max-length", 32, "--threads", 1),
-        *("--tracker", "none", "--out", out, "--arm", "sine-lora:r=2,omega=200"),
-    ]
-    code, _, err = run(capsys, *options)
-    assert code == 0, err
+    succeed(capsys, *finetune_helpers.glue_command(root, out, "--arm", "sine-lora:r=2,omega=200"))
     record = json.loads((out / "data.json").read_text())
     about = (record["sources"]["glue.source"]["sha256"], "nlr finetune glue-minilm --arm sine-lora", "matthews")
     card = card_of(out / "model", "| omega | 200", "| base model | bert |", *about, "### Framework versions")  # peft's
     assert card.data.library_name == "peft"
     assert card.data.base_model is None  # it is a folder, which the hub would refuse
     assert loading_lines(card).startswith("import nonlinear_lowrank\n")
-    code, _, err = run(capsys, "merge", out, merged)
-    assert code == 0, err
+    succeed(capsys, "merge", out, merged)
     card = card_of(merged, "nlr merge", "max |difference|")
     assert card.data.library_name == "transformers"
     assert "nonlinear_lowrank" not in loading_lines(card)
@@ -101,8 +92,7 @@ def test_command_of_a_recipe_as_it_is_names_no_setting(name):
 def test_converting_writes_a_card(tmp_path, capsys):
     llama().save_pretrained(tmp_path / "plain")
     (tmp_path / "plain" / "README.md").write_text("mine")
-    code, _, err = run(capsys, "convert", tmp_path / "plain", tmp_path / "out", "--rank", 3)
-    assert code == 0, err
+    succeed(capsys, "convert", tmp_path / "plain", tmp_path / "out", "--rank", 3)
     card_of(tmp_path / "out", "bit-equal", "| base model | plain |", "| rank | 3 |")
     assert (tmp_path / "plain" / "README.md").read_text() == "mine"
     (tmp_path / "out" / "README.md").write_text("mine")

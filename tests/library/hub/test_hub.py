@@ -23,7 +23,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import nonlinear_lowrank as nlr
-from cli_helpers import run_python
+from cli_helpers import python_prints
 from model_helpers import FAMILIES, auto_class, batch, glm, llama, randomised
 from nonlinear_lowrank import hub
 from nonlinear_lowrank.hub import classes as hub_classes
@@ -67,8 +67,7 @@ assert any("noble_up" in key for key in info["unexpected_keys"])  # documented: 
 
 
 def test_loading_without_the_package_fails_by_name(saved):
-    result = run_python(LOAD_PLAIN, saved["llama"][0].parent)
-    assert result.returncode == 0, result.stderr + result.stdout
+    python_prints(LOAD_PLAIN, saved["llama"][0].parent)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

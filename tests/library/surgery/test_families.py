@@ -17,6 +17,7 @@ from family_checks import (
     generated,
     names_on_disk,
     outputs,
+    quantized,
     realigned,
     same,
     skipped,
@@ -131,11 +132,6 @@ def test_the_page_has_every_family():
         check_cells(name, {"family": name})
         assert family.kind in ("causal", "masked", "seq2seq", "vision", "audio")
     assert len(FAMILIES) >= 45
-
-
-def quantized(test):
-    ignored = ("ignore::DeprecationWarning", "ignore:.*torchao.*")
-    return pytest.mark.quantized(pytest.mark.filterwarnings(*ignored)(test))
 
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128}  # a 4-bit block is 64 numbers long

@@ -1,0 +1,10 @@
+"""Shared by the tests of the workbench: tiny checkpoints and data, made once a file."""
+
+import pytest
+
+import finetune_helpers
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return finetune_helpers.root(tmp_path_factory.mktemp("data"))
