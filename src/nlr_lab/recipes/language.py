@@ -7,8 +7,9 @@ printed: 8/3 of the width, a multiple of 64.
 GPT-3 small (nonlinear_queries.md; arXiv:2603.13381) is OPT without biases at GPT-3's 6e-4, of which the document's "5x
 higher" is 3e-3. What it does not print is from the configurations that its authors released: every cosine has a floor,
 the scaled learning rate of the wider MLP is 6e-4 / sqrt(1.125), and "0.03" is 2^-5. Controls are the identity query,
-the residual linear query (the same parameters, no GELU), and the MLP widened to 4.75. An independent audit found no
-gain over a linear query at a learning rate of its own: compare with `--tune-lr`.
+the full-rank residual x + x W (one of their runs), the residual linear query (the same parameters, no GELU), and the
+MLP widened to 4.75. An independent audit found no gain over a linear query at a learning rate of its own: compare with
+`--tune-lr`.
 """
 
 from typing import Any
@@ -162,7 +163,7 @@ def gpt3_small() -> Recipe:
     (`nonlinear-query:lr=8e-4`); the document names none.
     """
     scaled = f"wide-mlp:ratio=4.75,lr={6e-4 / 1.125**0.5:.4g},name=wide-mlp-4.75-scaled-lr"
-    return _gpt3_small((*_QUERY_ARMS, scaled), lr=6e-4)
+    return _gpt3_small((*_QUERY_ARMS, "residual-query", scaled), lr=6e-4)
 
 
 def gpt3_small_best() -> Recipe:

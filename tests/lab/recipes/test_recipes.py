@@ -37,6 +37,7 @@ COUNTS = {
             "baseline": 84_973_056,
             "nonlinear-query": 85_000_704,
             "residual-linear-query": 85_000_704,
+            "residual-query": 84_973_056,
             "identity-query": 84_973_056 - 12 * 768 * 768,
             "wide-mlp:ratio=4.75": 95_589_888,
         }.items()

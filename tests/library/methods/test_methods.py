@@ -9,7 +9,7 @@ from transformers.distributed import DistributedConfig
 
 import nonlinear_lowrank as nlr
 from activation_helpers import fast_path, liger_like, mamba
-from attention_helpers import big_code, by_head, by_part, cross_attending, grouped_phi3
+from attention_helpers import MIXED, big_code, by_head, by_part, cross_attending, grouped_phi3
 from model_helpers import ALL, FAMILIES, batch
 from nlr_lab.training import Arm
 from nonlinear_lowrank import NobleConfig, UserError
@@ -75,6 +75,7 @@ REFUSED = [
     (by_part, (QK_NORM, {}), "mixes rows of q, k and v"),
     (lambda: big_code(False), (QK_NORM, {}), "mixes rows of q, k and v"),
     (by_head, (QK_NORM, {"include": ".*query_key_value"}), "mixes rows of q, k and v"),
+    (MIXED["minimax"], (QK_NORM, {}), "qkv_proj mixes rows of q, k and v"),
     (cross_attending_sine, (QK_NORM, {}), r"crossattention.c_attn holds keys and values only"),
     (FAMILIES["gpt2"], (SHARED, {}), r"a fused one \(c_attn, qkv\) has a single down projection anyway"),
     (FAMILIES["glm"], (SHARED, {"include": r".*mlp\..*"}), "needs separate query, key and value projections"),
