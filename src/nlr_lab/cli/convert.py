@@ -61,7 +61,8 @@ def run_convert(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--method", nargs="?")
     name = parser.parse_known_args(arguments)[0].method or "noble"  # the other options depend on it
-    able = [each for each, method in all_methods().items() if not (method.replaces_weights or method.wraps)]
+    loses = {each for each, method in all_methods().items() if method.replaces_weights and not method.keeps_weights_by}
+    able = [each for each, method in all_methods().items() if not (method.wraps or each in loses)]
     if name not in able:
         raise UserError(f"--method must be one of {', '.join(able)}, which keep the weights, got {name!r}")
     config_class: Any = all_methods()[name].config_class

@@ -84,7 +84,7 @@ def convert(
         input_dir: a plain model as save_pretrained writes it, safetensors only.
         output_dir: new or empty, unless overwrite.
         config: a method's config that keeps weights, `NobleConfig(rank=64)`, whose `init` is set to "pretrained",
-            or `RationalConfig(groups=8)`.
+            `RationalConfig(groups=8)`, or `NonlinearQueryConfig()`, whose `residual` is set to "linear".
         up_init: "zero" for equal outputs, "paper" for the up projections of a model from scratch; NOBLE's alone.
         include: as in `augment`.
         exclude: as in `augment`.
@@ -97,8 +97,11 @@ def convert(
     """
     check_choice("up_init", up_init, ("zero", "paper"))
     method = known_method(config)
-    if method.replaces_weights or method.wraps:
-        raise UserError(f"{method.name} discards trained weights; use NobleConfig or RationalConfig")
+    if method.wraps or (method.replaces_weights and not method.keeps_weights_by):
+        raise UserError(
+            f"{method.name} discards trained weights; use NobleConfig, RationalConfig or NonlinearQueryConfig"
+        )
+    config = method.converted(config)
     if up_init == "paper" and not method.draws_up:
         raise UserError("up_init='paper' is for NOBLE's up projections; omit it")
     source, output = check_folder(input_dir).resolve(), Path(output_dir).expanduser().resolve()
@@ -112,7 +115,7 @@ def convert(
     model = load_model(source, **load)
     inputs = random_inputs(model)
     before, measured = first_output(model, inputs)
-    report = augment(model, method.converted(config), include=include, exclude=exclude, verbose=False)
+    report = augment(model, config, include=include, exclude=exclude, verbose=False)
     if up_init == "paper":
         for layer in augmented_layers(model):
             method.draw_up(layer)

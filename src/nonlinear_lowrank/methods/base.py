@@ -10,7 +10,7 @@ import importlib
 import importlib.metadata
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakSet
 
@@ -115,6 +115,8 @@ class Method:
     """True where a model with its layers may be split over devices by transformers' plans."""
     replaces_weights: ClassVar[bool] = False
     """True where its layers do away with the plain layer's weight."""
+    keeps_weights_by: ClassVar[Mapping[str, Any]] = {}
+    """Config fields with which such layers keep what is trained after all, and start at its outputs; empty: none do."""
     dense: ClassVar[str | None] = None
     """The child of its layers that is the plain linear they go beside, whose tensors files have under the layer's own
     name; its layers are branches, switched by `branch_enabled`. None: they replace the linear. (Layers in place of
@@ -191,7 +193,14 @@ class Method:
 
     def converted(self, config: Any) -> Any:
         """Return the config by which the layers of a converted checkpoint keep its weights and start at its outputs."""
-        return config
+        return replace(config, **self.keeps_weights_by)
+
+    def discards(self, config: Any) -> bool:
+        """Return whether layers of this config put new weights in the place of trained ones."""
+        kept = bool(self.keeps_weights_by) and all(
+            getattr(config, name) == value for name, value in self.keeps_weights_by.items()
+        )
+        return self.replaces_weights and not kept
 
     def draw_up(self, layer: nn.Module) -> None:
         """Draw, as in a model from scratch, what starts at zero in a converted one; only with `draws_up`."""

@@ -98,7 +98,7 @@ def augment(
     configs = {name: config if found is None else found.targets[name].config for name in names}
     for name in names:
         _check(name, model, method, configs[name])
-    if method.replaces_weights and _was_loaded(model):
+    if _was_loaded(model) and method.discards(config):
         warnings.warn(
             f"{method.name} puts new, random weights in the place of {len(names)} trained ones; train the model anew",
             stacklevel=2,

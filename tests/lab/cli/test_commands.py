@@ -85,7 +85,7 @@ def test_convert_makes_a_model_with_the_same_outputs(trained, capsys, tmp_path):
         "--groups 4": "unrecognized argument --groups",
         "--rank 12 --rank-ratio 0.25": "takes the place of --rank",
         "--init scratch": "draws the weights anew",
-        "--method sine-lowrank --rank 4": "--method must be one of noble, rational, which keep the weights",
+        "--method sine-lowrank --rank 4": "--method must be one of noble, nonlinear-query, rational, which keep",
     }.items():
         assert message in refused(capsys, "convert", plain, wrong, *options.split())
     assert not wrong.exists()

@@ -72,6 +72,21 @@ def test_converting_is_bit_equal_and_keeps_the_weights(name, config, tmp_path):
         assert loaded.config.nonlinear_lowrank[0]["config"]["init"] == "pretrained"
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_converting_to_nonlinear_queries_keeps_the_trained_ones(name, tmp_path, recwarn):
+    model = written(FAMILIES[name](), tmp_path / "plain")
+    report = convert(tmp_path / "plain", tmp_path / "out", nlr.NonlinearQueryConfig(rank=3))
+    assert report.bit_equal
+    assert not recwarn.list
+    loaded = auto_class(name).from_pretrained(tmp_path / "out")
+    inputs = batch(model)
+    assert torch.equal(logits(loaded, inputs), logits(model, inputs))
+    for each in report.augmented.swapped:
+        weight, plain = loaded.get_submodule(each).query_weight, model.get_submodule(each).weight
+        assert torch.equal(weight / 2, plain.T[:32] if name == "gpt2" else plain)
+    assert loaded.config.nonlinear_lowrank[0]["config"]["residual"] == "linear"
+
+
 def test_converting_takes_options_and_writes_shared_down_projections_once(plain, tmp_path):
     config = nlr.NobleConfig(rank=3, activation="gelu", depth=1, share_down="qkv")
     report = convert(plain, tmp_path / "out", config, exclude=r".*mlp.up_proj", dtype=torch.bfloat16)

@@ -252,6 +252,7 @@ class NonlinearQueryMethod(Method):
         "residual-linear-query": {"kind": "linear"},
     }
     replaces_weights = True
+    keeps_weights_by: ClassVar = {"residual": "linear"}
     tensor_parallel = False
 
     def skip_reason(self, module: nn.Module, config: Any) -> str | None:
