@@ -116,15 +116,22 @@ def experts_forward(
 @contextmanager
 def _rows_of_experts(module: Any, ends_E: Tensor) -> Iterator[None]:
     """Tell an activation with coefficients for each expert where the rows of each end."""
-    activation: Any = getattr(module, "act_fn", None)
-    if getattr(activation, "num_experts", None) is None:
-        yield
-        return
-    activation.expert_ends = ends_E.tolist()
+    needing = _with_tensors_of_experts(module)
+    ends = ends_E.tolist() if needing else None
     try:
+        for each in needing:
+            each.expert_ends = ends
         yield
     finally:
-        activation.expert_ends = None
+        for each in needing:
+            each.expert_ends = None
+
+
+def _with_tensors_of_experts(experts: Any) -> list[Any]:
+    """Return the modules of the experts' activation that have tensors for each expert."""
+    activation = getattr(experts, "act_fn", None)
+    found = activation.modules() if isinstance(activation, nn.Module) else ()
+    return [each for each in found if getattr(each, "num_experts", None) is not None]
 
 
 def by_expert(function: Callable[..., Tensor], x_SI: Tensor, ends: list[int] | None, *tensors: Tensor | None) -> Tensor:
@@ -152,7 +159,7 @@ class ExpertsLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the plain experts' output; (T, d), (T, k), (T, k) -> (T, d)."""
-        if getattr(getattr(self, "act_fn", None), "num_experts", None) is not None:
+        if _with_tensors_of_experts(self):
             return experts_forward(
                 self, functools.partial(plain_linear, self), hidden_states, top_k_index, top_k_weights
             )
@@ -175,6 +182,14 @@ def tell_rows(model: nn.Module, experts: nn.Module) -> None:
     """Put a layer in place of plain experts of a model that tells their activation which rows are whose."""
     if not (isinstance(experts, ExpertsLayer) or hasattr(experts, "expert_projections")):
         replace_modules(model, {experts: ExpertsLayer.in_place_of(experts).train(experts.training)})
+
+
+def forget_rows(model: nn.Module) -> None:
+    """Undo `tell_rows` where no activation needs it any more."""
+    told = [each for each in model.modules() if type(each).__bases__[0] is ExpertsLayer]
+    idle = [each for each in told if not _with_tensors_of_experts(each)]
+    plain: dict[nn.Module, Any] = {each: type(each).__bases__[1] for each in idle}
+    replace_modules(model, {each: with_state(own.__new__(own), each) for each, own in plain.items()})
 
 
 def with_state(new: Any, module: nn.Module) -> Any:

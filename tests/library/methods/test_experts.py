@@ -6,10 +6,12 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import nonlinear_lowrank as nlr
+from adapter_helpers import PEFT_WARNINGS
 from family_checks import enlarge_branches, outputs, same
 from family_helpers import FAMILIES
 from nonlinear_lowrank import NobleConfig, UserError
@@ -234,6 +236,54 @@ def test_experts_have_rational_activations_of_their_own(others, late, tmp_path):
     assert same(outputs(loaded, inputs), outputs(model, inputs))
     with pytest.raises(UserError, match="must be called by the experts that it was put into"):
         activation(x)
+
+
+@pytest.mark.filterwarnings(*PEFT_WARNINGS)
+@pytest.mark.parametrize("rational", [False, True], ids=["plain base", "rational base"])
+@pytest.mark.parametrize("tuning", ["low_rank", "shared", "zero_init", "rational", "constants"])
+def test_nora_gives_each_expert_coefficients_of_its_own(tuning, rational, tmp_path):
+    model, ids = FAMILIES["mixtral"].build(), torch.randint(64, (2, 8))
+    if rational:
+        nlr.augment(model, nlr.RationalConfig(groups=4), verbose=False)
+    plain = model(ids).logits
+    config = nlr.NoraConfig(tuning=tuning, anchor="none" if rational else "exact")
+    tuned = get_peft_model(model, config)
+    assert torch.equal(tuned(ids).logits, plain)
+    activation = tuned.base_model.model.model.layers[0].mlp.experts.act_fn
+    side = "lora_numerator_b" if tuning in ("low_rank", "shared") else "lora_numerator"
+    own = getattr(activation, side)["default"].weight
+    assert len(own) == 4 * config.groups
+    rows = []
+    hook = activation.register_forward_hook(lambda module, given, _: rows.append((given[0], module.expert_ends)))
+    tuned(ids)
+    hook.remove()
+    x, ends = rows[0]
+    expert = next(e for e, (first, last) in enumerate(zip([0, *ends], ends, strict=False)) if last > first)
+    with torch.no_grad():
+        for value in (value for value in tuned.parameters() if value.requires_grad):
+            value.normal_(std=0.05) if tuning != "rational" else value.mul_(1.05)
+        activation.expert_ends = ends
+        before = activation(x)
+        own[expert * config.groups : (expert + 1) * config.groups] += 0.1
+        changed = (activation(x) != before).any(1)
+        activation.expert_ends = None
+    assert changed[: ends[expert]].any()
+    assert not changed[ends[expert] :].any()
+    found = tuned.eval()(ids).logits
+    with tuned.disable_adapter():
+        assert torch.equal(tuned(ids).logits, plain)
+    tuned.save_pretrained(tmp_path / "adapter")
+    tuned.merge_adapter()
+    torch.testing.assert_close(tuned(ids).logits, found, rtol=1e-4, atol=1e-5)
+    tuned.unmerge_adapter()
+    base = tuned.unload()
+    assert torch.equal(base(ids).logits, plain)
+    assert (type(base.model.layers[0].mlp.experts) is MixtralExperts) is not rational
+    merged = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    torch.testing.assert_close(merged(ids).logits, found, rtol=1e-4, atol=1e-5)
+    merged.save_pretrained(tmp_path / "merged")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.equal(loaded(ids).logits, merged(ids).logits)
 
 
 def test_an_augmented_mixture_is_copied_pickled_compiled_and_checkpointed():

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from nonlinear_lowrank.adapters.tuner import AdapterModel, NoTargetError, asked_for, register_adapter
 from nonlinear_lowrank.adapters.weights import AdapterLayer
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.experts import forget_rows, tell_rows
 from nonlinear_lowrank.methods.matrix import Matrix, matrix_of, replace_modules
 from nonlinear_lowrank.surgery.augment import after_augment
 from nonlinear_lowrank.surgery.report import folded
@@ -225,6 +226,8 @@ class NoraModel(AdapterModel):
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
         replace_modules(self.model, {child: new_module})  # one may serve in several places; peft sees the first
+        if isinstance(new_module, NoraActivation) and new_module.num_experts:
+            tell_rows(self.model, parent)
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
         super()._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
@@ -248,6 +251,7 @@ class NoraModel(AdapterModel):
         for config, names in entries.items():
             for hook in after_augment:
                 hook(model, {"method": config.method, "config": asdict(config), "modules": names})
+        forget_rows(model)
         return model
 
 

@@ -178,10 +178,10 @@ class NoraConfig(AdapterConfig):
         config.omega, config.gain, config.cached_weights = self.lora_omega, self.lora_gain, self.lora_cached_weights
         return config
 
-    def rational(self, formula: str, channel_dim: int = -1) -> RationalConfig:
+    def rational(self, formula: str, channel_dim: int = -1, experts: int | None = None) -> RationalConfig:
         """Return the rational activation that stands for a formula under these settings."""
         same = {name: getattr(self, name) for name in ("groups", "degrees", "form", "fit_range", "tails", "anchor")}
-        return RationalConfig(activation=formula, channel_dim=channel_dim, **same)  # type: ignore[arg-type]
+        return RationalConfig(activation=formula, channel_dim=channel_dim, experts=experts, **same)  # type: ignore[arg-type]
 
     def fit(self, formula: str) -> RationalFit:
         """Return the coefficients for a formula: those in `fits`, else fitted now and put there."""
@@ -221,6 +221,8 @@ class NoraActivation(TensorLayer):
     def __init__(self, base_layer: nn.Module, site: Site) -> None:
         super().__init__(base_layer)
         self.formula, self.width, self.channel_dim = site.formula, site.width, site.channel_dim
+        self.num_experts: int | None = getattr(site.experts, "num_experts", None)
+        self.expert_ends: list[int] | None = None
         # Not submodules: a neighbour that tells the device, and the plain activation while another is merged in.
         self._neighbour = (site.neighbour,)
         self._original: tuple[nn.Module, ...] = ()
@@ -253,7 +255,7 @@ class NoraActivation(TensorLayer):
         if isinstance(plain, RationalActivation):
             self._settings[name] = plain.rational_config
         else:
-            self._settings[name] = config.rational(self.formula, self.channel_dim)
+            self._settings[name] = config.rational(self.formula, self.channel_dim, self.num_experts)
             fit = config.fit(self.formula)
             device, _ = self._get_base_layer_device_and_dtype(None)
             # Not buffers: they are the config's, and must survive construction on the meta device.
@@ -271,10 +273,10 @@ class NoraActivation(TensorLayer):
         return (self.width or 0) * (2 * m + 2 * n + 2) * (2 if exact else 1)
 
     def theta(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return the coefficients that an adapter shifts: (1 or the base's groups, .) each, float32."""
+        """Return the coefficients that an adapter shifts: (1, .), or the base's of all groups and experts; float32."""
         plain = self.original()
         if isinstance(plain, RationalActivation):
-            return plain.rational_numerator.detach(), plain.rational_denominator.detach()
+            return tuple(each.detach().flatten(0, -2) for each in plain.coefficients())  # type: ignore[return-value]
         return self._theta[name]
 
     def add_parameters(self, name: str, config: NoraConfig) -> None:
@@ -283,12 +285,17 @@ class NoraActivation(TensorLayer):
                 continue
             if config.tuning in _FACTORED:
                 shifted, shared = theta.shape[1] - self._first(name, side), config.tuning == "shared"
-                shape = (config.r, shifted) if shared else (config.groups, shifted, config.r)
+                shape = (config.r, shifted) if shared else (self._rows(name), shifted, config.r)
                 getattr(self, f"lora_{side}_a")[name] = self.parameter(*shape)
-                getattr(self, f"lora_{side}_b")[name] = self.parameter(config.groups, config.r)
+                getattr(self, f"lora_{side}_b")[name] = self.parameter(self._rows(name), config.r)
             else:
                 terms = 1 if config.tuning == "constants" else theta.shape[1]
-                getattr(self, f"lora_{side}")[name] = self.parameter(config.groups, terms)
+                getattr(self, f"lora_{side}")[name] = self.parameter(self._rows(name), terms)
+
+    def _rows(self, name: str) -> int:
+        """Return the number of an adapter's functions: one a group, of every expert."""
+        groups: int = self.configs[name].groups
+        return groups * (self.num_experts or 1)
 
     def reset_adapter(self, name: str) -> None:
         """Draw the table; with init_weights=False a shift of coefficient k of about 0.3 / L^k, L the end of the fit's
@@ -312,7 +319,7 @@ class NoraActivation(TensorLayer):
             if not config.init_weights:
                 tensor.mul_(self._falling(name, tensor.shape[1], 0).to(tensor.device))
             if config.tuning in ("rational", "gelu_init") and not tensor.is_meta:
-                tensor.add_(_grouped(self._start(name)[index].to(tensor.device), config.groups))
+                tensor.add_(_grouped(self._start(name)[index].to(tensor.device), self._rows(name)))
 
     def _falling(self, name: str, count: int, first: int) -> Tensor:
         """Return L^-k for k = first, first + 1, ...: (count)."""
@@ -343,14 +350,14 @@ class NoraActivation(TensorLayer):
     # The function.
 
     def coefficients(self, names: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return numerator and denominator with the shifts of these adapters, (G, .), float32 or wider."""
+        """Return numerator and denominator with the shifts of these adapters, float32 or wider: (G, .) or (E G, .)."""
         for name in names[1:]:
             if replace(self.rational(name), groups=1) != replace(self.rational(names[0]), groups=1):
                 raise UserError(
                     f"the adapters {names[0]!r} and {name!r} shift different rational functions (form, degrees, "
                     "fit_range, tails or anchor) and cannot be active together; activate one at a time"
                 )
-        groups = math.lcm(*(self.configs[name].groups for name in names))
+        groups = math.lcm(*map(self._rows, names))
         found = []
         for index, side in enumerate(_SIDES):
             total = _grouped(self.theta(names[0])[index], groups)
@@ -361,7 +368,7 @@ class NoraActivation(TensorLayer):
         return found[0], found[1]
 
     def _shift(self, name: str, side: str, index: int) -> Tensor | None:
-        """Return what an adapter adds to theta, (groups, .); None: nothing."""
+        """Return what an adapter adds to theta, (G, .) or (E G, .); None: nothing."""
         config: NoraConfig = self.configs[name]
         if not _is_tuned(config, side):
             return None
@@ -377,7 +384,7 @@ class NoraActivation(TensorLayer):
         values = values.to(wide_dtype(values))
         if config.tuning == "constants":
             return F.pad(values, (0, theta.shape[1] - 1))
-        return values if config.tuning == "zero_init" else values - _grouped(theta.to(values.device), config.groups)
+        return values if config.tuning == "zero_init" else values - _grouped(theta.to(values.device), len(values))
 
     def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
         """See `AdapterLayer`; saves x and the coefficients for backward."""
@@ -389,7 +396,13 @@ class NoraActivation(TensorLayer):
             )
         numerator, denominator = (each.to(x.device) for each in self.coefficients(names))
         base = self._anchor(names[0])
-        return settings.evaluate(x, numerator, denominator, base and (base[0].to(x.device), base[1].to(x.device)))
+        base = base and (base[0].to(x.device), base[1].to(x.device))
+        numerator, denominator = self._by_expert(numerator, denominator)
+        return settings.evaluate_all(x, numerator, denominator, base, self.expert_ends)
+
+    def _by_expert(self, *values: Tensor) -> list[Tensor]:
+        """Return (E G, .) as (E, G, .); (G, .) as it is."""
+        return [each if self.num_experts is None else each.unflatten(0, (self.num_experts, -1)) for each in values]
 
     def _anchor(self, name: str) -> tuple[Tensor, Tensor] | None:
         """Return the coefficients that anchor="exact" subtracts again."""
@@ -405,9 +418,11 @@ class NoraActivation(TensorLayer):
         values = self.coefficients(names)
 
         def put() -> None:
-            settings = replace(self.rational(names[0]), groups=len(values[0]))
+            settings = replace(self.rational(names[0]), groups=len(values[0]) // (self.num_experts or 1))
             layer = RationalActivation(settings, device=values[0].device).train(self.training)
-            for side, tensor, base in zip(_SIDES, values, self._anchor(names[0]) or (None, None), strict=True):
+            for side, tensor, base in zip(
+                _SIDES, self._by_expert(*values), self._anchor(names[0]) or (None, None), strict=True
+            ):
                 getattr(layer, f"rational_{side}").data = tensor.detach().clone()
                 if base is not None:
                     setattr(layer, f"rational_base_{side}", base.to(tensor.device, copy=True))

@@ -142,6 +142,19 @@ class RationalConfig:
         # In the plain activation's layout: a convolution of another one is another algorithm, rounded otherwise.
         return y.contiguous() if x.is_contiguous() or x.stride(1) > x.stride(-1) else y
 
+    def evaluate_all(
+        self,
+        x: Tensor,
+        numerator: Tensor,
+        denominator: Tensor,
+        base: tuple[Tensor, Tensor] | None,
+        ends: list[int] | None,
+    ) -> Tensor:
+        """`evaluate`, or with `experts` the same of each expert's rows, which end at `ends`, by (E, G, .)."""
+        if self.experts is None:
+            return self.evaluate(x, numerator, denominator, base)
+        return by_expert(functools.partial(self.evaluate, base=base), x, ends, numerator, denominator)
+
 
 class RationalActivation(nn.Module):
     """An activation that is a rational function: any shape with a multiple of G channels -> the same.
@@ -184,6 +197,10 @@ class RationalActivation(nn.Module):
                     row = torch.tensor(values, dtype=torch.float32, device=tensor.device)
                     init.copy_(tensor, row.expand_as(tensor))
 
+    def coefficients(self) -> tuple[Tensor, Tensor]:
+        """Return numerator and denominator: (G, .), or (E, G, .) of experts."""
+        return self.rational_numerator, self.rational_denominator
+
     def base_coefficients(self) -> tuple[Tensor, Tensor] | None:
         """Return the fit's coefficients, (1, .) each, with anchor="exact"."""
         if self.rational_base_numerator is None or self.rational_base_denominator is None:
@@ -192,12 +209,7 @@ class RationalActivation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """See `RationalConfig.evaluate`."""
-        coefficients, base = (self.rational_numerator, self.rational_denominator), self.base_coefficients()
-        if self.num_experts is None:
-            return self.rational_config.evaluate(x, *coefficients, base)
-        return by_expert(
-            functools.partial(self.rational_config.evaluate, base=base), x, self.expert_ends, *coefficients
-        )
+        return self.rational_config.evaluate_all(x, *self.coefficients(), self.base_coefficients(), self.expert_ends)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         return super()._apply(kept_float32(fn), recurse)
