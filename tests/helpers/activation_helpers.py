@@ -12,10 +12,15 @@ import model_helpers
 CONV = {"num_channels": 3, "hidden_sizes": [16, 32], "depths": [1, 2], "num_labels": 5}
 TEXT = {**model_helpers.SIZES, "vocab_size": 67, "intermediate_size": 48, "max_position_embeddings": 64}
 GATED = {**model_helpers.SIZES, **model_helpers.TOKENS, "intermediate_size": 48, "num_key_value_heads": 2}
-IMAGES = "AutoModelForImageClassification"
+RESNET = {"embedding_size": 16, "hidden_sizes": [16], "depths": [1], "layer_type": "basic", "num_labels": 5}
+VIT = {**model_helpers.SIZES, "intermediate_size": 48, "image_size": 16, "patch_size": 4}
 DISTILBERT = {"vocab_size": 67, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 64}
 BERT_MLP = "bert.encoder.layer.{}.intermediate.intermediate_act_fn"
 BLOCKS = "model.layers.{}.mlp"
+
+
+def plain(kind, config, **sizes):
+    return lambda: getattr(hf, kind)(getattr(hf, config)(**sizes))
 
 
 def two(name):
@@ -25,24 +30,22 @@ def two(name):
 # model: (made, names of the activations that are found, width)
 FOUND = {
     "vit": (model_helpers.vit, two("vit.layers.{}.mlp.activation_fn"), 48),
-    "bert": (lambda: hf.BertForMaskedLM(hf.BertConfig(**TEXT)), two(BERT_MLP), 48),
+    "bert": (plain("BertForMaskedLM", "BertConfig", **TEXT), two(BERT_MLP), 48),
     "gpt2": (model_helpers.gpt2, two("transformer.h.{}.mlp.act"), 128),
     "opt": (model_helpers.opt, two("model.decoder.layers.{}.activation_fn"), 48),
     "llama": (model_helpers.llama, two(f"{BLOCKS}.act_fn"), 48),
-    "qwen2": (lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**GATED)), two(f"{BLOCKS}.act_fn"), 48),
+    "qwen2": (plain("Qwen2ForCausalLM", "Qwen2Config", **GATED), two(f"{BLOCKS}.act_fn"), 48),
     "glm": (model_helpers.glm, two(f"{BLOCKS}.activation_fn"), 48),
-    "phi3": (lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**GATED)), two(f"{BLOCKS}.activation_fn"), 48),
+    "phi3": (plain("Phi3ForCausalLM", "Phi3Config", **GATED), two(f"{BLOCKS}.activation_fn"), 48),
     "eurobert": (model_helpers.eurobert, two(f"{BLOCKS}.act_fn"), 48),
     "convnext": (
-        lambda: hf.ConvNextForImageClassification(hf.ConvNextConfig(**CONV, num_stages=2, image_size=16)),
+        plain("ConvNextForImageClassification", "ConvNextConfig", **CONV, num_stages=2, image_size=16),
         {f"convnext.encoder.stages.{place}.act" for place in ("0.layers.0", "1.layers.0", "1.layers.1")},
         None,
     ),
     # Channels behind the batch, some of them behind a residual sum.
     "resnet": (
-        lambda: hf.ResNetForImageClassification(
-            hf.ResNetConfig(embedding_size=16, hidden_sizes=[16], depths=[1], layer_type="basic", num_labels=5)
-        ),
+        plain("ResNetForImageClassification", "ResNetConfig", **RESNET),
         {
             "resnet.embedder.embedder.activation",
             *(f"resnet.encoder.stages.0.layers.0.{place}activation" for place in ("", "layer.0.")),
@@ -59,38 +62,20 @@ def inputs_of(model):
     return {"input_ids": torch.randint(2, model.config.vocab_size, (2, 9))}
 
 
-# What is skipped, and what cannot be swapped: (made, what is skipped and why, what calls functions).
+# What is skipped, and what cannot be swapped: class: (config, sizes, what is skipped and why, what calls functions).
 SKIPPED = {
-    "bert-head-and-pooler": (
-        lambda: hf.BertForSequenceClassification(hf.BertConfig(**TEXT)),
-        {"bert.pooler.activation": "pooler"},
-        {},
+    "BertForSequenceClassification": ("BertConfig", TEXT, {"bert.pooler.activation": "pooler"}, {}),
+    "BertForMaskedLM": ("BertConfig", TEXT, {"cls.predictions.transform.transform_act_fn": "head"}, {}),
+    "RobertaForSequenceClassification": (
+        *("RobertaConfig", TEXT, {}, {"classifier": "RobertaClassificationHead calls tanh"}),
     ),
-    "bert-mlm-head": (
-        lambda: hf.BertForMaskedLM(hf.BertConfig(**TEXT)),
-        {"cls.predictions.transform.transform_act_fn": "head"},
-        {},
+    "DebertaV2ForSequenceClassification": (
+        *("DebertaV2Config", TEXT, {}, {"pooler": "ContextPooler looks its activation up in its forward"}),
     ),
-    "roberta": (
-        lambda: hf.RobertaForSequenceClassification(hf.RobertaConfig(**TEXT)),
-        {},
-        {"classifier": "RobertaClassificationHead calls tanh"},
+    "DistilBertForSequenceClassification": (
+        *("DistilBertConfig", DISTILBERT, {}, {"": "DistilBertForSequenceClassification calls ReLU"}),
     ),
-    "deberta-v2": (
-        lambda: hf.DebertaV2ForSequenceClassification(hf.DebertaV2Config(**TEXT)),
-        {},
-        {"pooler": "ContextPooler looks its activation up in its forward"},
-    ),
-    "distilbert": (
-        lambda: hf.DistilBertForSequenceClassification(hf.DistilBertConfig(**DISTILBERT)),
-        {},
-        {"": "DistilBertForSequenceClassification calls ReLU"},
-    ),
-    "vit-pooler": (
-        lambda: hf.ViTModel(hf.ViTConfig(**model_helpers.SIZES, intermediate_size=48, image_size=16, patch_size=4)),
-        {"pooler.activation": "pooler"},
-        {},
-    ),
+    "ViTModel": ("ViTConfig", VIT, {"pooler.activation": "pooler"}, {}),
 }
 
 

@@ -59,6 +59,20 @@ def auto_class(family: str) -> Any:
     return others.get(family, AutoModelForCausalLM)
 
 
+class Attention(torch.nn.Module):
+    """The part of an attention that a group needs: three linears on one input."""
+
+    def __init__(self, width: int = 32, others: int | None = None, bias: bool = True) -> None:
+        super().__init__()
+        others = others or width
+        self.q_proj = torch.nn.Linear(width, width)
+        self.k_proj, self.v_proj = torch.nn.Linear(width, others), torch.nn.Linear(width, others, bias)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+        read = x if memory is None else memory
+        return torch.cat([self.q_proj(x), self.k_proj(read), self.v_proj(read)], dim=-1)
+
+
 def randomised(model: torch.nn.Module, scale: float = 0.1) -> torch.nn.Module:
     """Add noise of this deviation to every tensor, so that none is at a default; return the model."""
     with torch.no_grad():

@@ -77,15 +77,7 @@ def test_weights_of_a_member_are_its_own():
 
 
 def test_members_that_are_given_other_tensors_compute_their_own():
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, 16) for _ in range(3))
-
-        def forward(self, x, z):
-            return self.q_proj(x) + self.k_proj(z) + self.v_proj(z)
-
-    model = with_branches(Attention().double())
+    model = with_branches(model_helpers.Attention(16).double())
     x, z = torch.randn(2, 3, 5, 16, dtype=torch.float64).unbind()
     expected = model(x, z), model(z, x), model(x, x)
     nlr.optimize_for_inference(model)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import nonlinear_lowrank as nlr
+from model_helpers import Attention
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
 
@@ -126,14 +127,13 @@ def test_rates_are_compared_within_a_layer():
     assert len(warned(model, SGD(groups))) == 1
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, 16) for _ in range(3))
-        nlr.augment(self, nlr.NobleConfig(rank=2, share_down="qkv"), verbose=False)
+def sharing():
+    model = Attention(16)
+    nlr.augment(model, nlr.NobleConfig(rank=2, share_down="qkv"), verbose=False)
+    return model
 
 
-@pytest.mark.parametrize("make", [augmented, Attention], ids=["own", "shared down"])
+@pytest.mark.parametrize("make", [augmented, sharing], ids=["own", "shared down"])
 def test_a_warm_up_that_begins_at_zero_hides_nothing(make):
     for groups, expected in ((lambda model: model.parameters(), 1), (lambda model: by_role(model).values(), 0)):
         model = make()

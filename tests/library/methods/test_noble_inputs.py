@@ -8,12 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 import nonlinear_lowrank as nlr
-from model_helpers import FAMILIES, batch, llama
+from model_helpers import FAMILIES, Attention, batch, llama
 from nonlinear_lowrank import NobleConfig, UserError
 from nonlinear_lowrank.analysis.cost import model_cost
 from nonlinear_lowrank.methods.noble import layer as noble_layer
@@ -22,19 +21,6 @@ from nonlinear_lowrank.methods.noble.op import noble_linear_reference
 
 SHARED, FUSED = {"share_down": "qkv"}, {"fuse_shared_inputs": True}
 ways = pytest.mark.parametrize("options", [SHARED, FUSED, SHARED | FUSED], ids=["shared", "fused", "both"])
-
-
-class Attention(nn.Module):
-    """The part of an attention that a group needs: three linears on one input."""
-
-    def __init__(self, width=32, others=32, bias=True):
-        super().__init__()
-        self.q_proj = nn.Linear(width, width)
-        self.k_proj, self.v_proj = nn.Linear(width, others), nn.Linear(width, others, bias)
-
-    def forward(self, x, memory=None):
-        read = x if memory is None else memory
-        return torch.cat([self.q_proj(x), self.k_proj(read), self.v_proj(read)], dim=-1)
 
 
 def with_branches(make, options, **settings):

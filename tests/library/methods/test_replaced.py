@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 import nonlinear_lowrank as nlr
-from cli_helpers import run_python
+from cli_helpers import python_prints
 from model_helpers import ALL, auto_class, batch, randomised
 from nonlinear_lowrank.hub.classes import augmented_layers
 from nonlinear_lowrank.methods.base import method_of_layer
@@ -104,9 +104,7 @@ print(json.dumps(results))
 
 @pytest.fixture(scope="module")
 def fresh(saved):
-    result = run_python(LOAD_ALL, next(iter(saved.values()))[0].parent)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    return json.loads(python_prints(LOAD_ALL, next(iter(saved.values()))[0].parent))
 
 
 @pytest.mark.parametrize(("row", "family"), CASES)

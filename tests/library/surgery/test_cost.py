@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AlbertConfig, GlmConfig, LlamaConfig
+from transformers import AlbertConfig, LlamaConfig
 
 import nonlinear_lowrank as nlr
 from model_helpers import FAMILIES, batch
-from nlr_lab.plan.inspect import build_on_meta, format_cost, inspect_model
+from nlr_lab.plan.inspect import format_cost, inspect_model
 from nonlinear_lowrank.analysis.cost import count_parameters, model_cost
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.methods.noble import layer as noble_layer
@@ -47,35 +47,13 @@ def test_flops_equal_torchs_count_and_parameters_include_the_branches_share(fami
         assert not cost.notes
         costs.append(cost)
     plain, noble = costs
+    assert noble.parameter_ratio == noble.parameters / plain.parameters
     assert noble.parameters - noble.branch_parameters == plain.parameters
     assert noble.flops - noble.branch_flops == plain.flops
     assert noble.branch_flops > 0
     (head,) = [row for row in noble.rows if row.kind == "head"]
     if family == "gpt2":  # whose head is the embedding
         assert (head.parameters, head.flops) == (0, 2 * 67 * 32)
-
-
-@pytest.mark.parametrize(
-    ("layers", "width", "total", "percent"),
-    [
-        (12, 1024, 254_733_312, {64: 5.70, 128: 11.63, 256: 24.19}),
-        (24, 2048, 1_420_204_032, {64: 4.04, 128: 8.17, 256: 16.68}),
-    ],
-    ids=["base", "large"],
-)
-def test_published_counts_hold_on_meta(layers, width, total, percent):
-    sizes = {"hidden_size": width, "intermediate_size": 2752 * width // 1024, "num_hidden_layers": layers}
-    heads = {"num_attention_heads": width // 128, "num_key_value_heads": width // 128, "head_dim": 128}
-    config = GlmConfig(vocab_size=50257, hidden_act="gelu", pad_token_id=None, **sizes, **heads)
-    config.attention_bias = config.tie_word_embeddings = False
-    for rank, added in percent.items():
-        model = build_on_meta(config)
-        report = nlr.augment(model, nlr.NobleConfig(rank=rank), verbose=False)
-        cost = model_cost(model, 1024)
-        assert report.parameters_before == total
-        assert report.parameters_added == cost.branch_parameters
-        assert cost.parameters - cost.branch_parameters == total
-        assert round(100 * (cost.parameter_ratio - 1), 2) == added
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
