@@ -1,6 +1,6 @@
 """Settings of nonlinear queries."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, get_args
 
 from nonlinear_lowrank.errors import UserError
@@ -77,8 +77,9 @@ class NonlinearQueryConfig:
             self._check_unused("norms of which none is an RMSNorm", "rms_eps")
 
     def _check_unused(self, where: str, *names: str) -> None:
+        defaults = {each.name: each.default for each in fields(self)}
         for name in names:
-            if (value := getattr(self, name)) != type(self).__dict__[name]:
+            if (value := getattr(self, name)) != defaults[name]:
                 raise UserError(f"{name}={value} does nothing for {where}; omit it")
 
     @property
