@@ -74,11 +74,8 @@ def fake_measure(recipe, arms, prepared, *, rounds, max_seconds=None, quiet=True
     shared = rng.uniform(0.010, 0.015, max(rounds, 1))
     cost = {arm.name: 1.0 + 0.1 * (arm.method != "baseline") for arm in arms}
     times = {name: list(shared * c * rng.normal(1, 0.01, len(shared))) for name, c in cost.items()}
-    return Measurement(
-        parameters={name: int(1000 * c) for name, c in cost.items()},
-        flops={name: 10.0 * c for name, c in cost.items()},
-        times=times if rounds else None,
-    )
+    counts = {"parameters": {name: int(1000 * c) for name, c in cost.items()}}
+    return Measurement(**counts, flops={name: 10.0 * c for name, c in cost.items()}, times=times if rounds else None)
 
 
 def gain(arm, rate, seed):

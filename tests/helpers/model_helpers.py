@@ -39,15 +39,8 @@ vit = partial(build, "vit", _PICTURES, **SIZES, image_size=16, num_labels=5, int
 _STAGES = {"num_stages": 2, "hidden_sizes": [16, 32], "depths": [1, 2], "patch_size": 2, "drop_path_rate": 0.2}
 convnext = partial(build, "convnext", _PICTURES, **_STAGES, image_size=16, num_labels=5)
 
-FAMILIES = {
-    "llama": llama,
-    "glm": glm,
-    "gpt2": gpt2,
-    "opt": opt,
-    "eurobert": eurobert,
-    "vit": vit,
-    "image_tokens": image_tokens,
-}
+FAMILIES = {"llama": llama, "glm": glm, "gpt2": gpt2, "opt": opt, "eurobert": eurobert, "vit": vit}
+FAMILIES["image_tokens"] = image_tokens
 """Transformers: every method fits every one of them."""
 ALL = {**FAMILIES, "convnext": convnext}
 """And a model without attention, whose linears work on the last of four dimensions."""

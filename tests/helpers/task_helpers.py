@@ -42,13 +42,9 @@ def answer_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_model(tokenizer, positions: int = 4096, dtype: torch.dtype = torch.float64) -> LlamaForCausalLM:
     """Weights large enough that its choices differ from question to question."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    tokens = {
-        "vocab_size": len(tokenizer),
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-    }
-    config = LlamaConfig(**sizes, **tokens, max_position_embeddings=positions, initializer_range=0.3)
-    return LlamaForCausalLM(config).to(dtype).eval()
+    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
+    more = {"vocab_size": len(tokenizer), "max_position_embeddings": positions, "initializer_range": 0.3}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **ends, **more)).to(dtype).eval()
 
 
 @torch.no_grad()

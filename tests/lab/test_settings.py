@@ -130,11 +130,7 @@ WRONG = [
     (train, {"min_lr_share": 0.1, "warmup_steps": 12}, "min_lr_share needs steps after the warm-up"),
     (train, {"schedule": "wsd"}, "decay_share must be above 0"),
     (train, {"decay_share": 0.2}, "omitted with any other"),
-    (
-        train,
-        {"schedule": "wsd", "decay_share": 0.5, "warmup_steps": 7},
-        "must not exceed steps (12) together",
-    ),
+    (train, {"schedule": "wsd", "decay_share": 0.5, "warmup_steps": 7}, "must not exceed steps (12) together"),
     (FitConfig, {"schedule": "exponential", "end": 0.0}, "end must be a share"),
     (nerf, {"downscale": 40}, "views of 1 x 1 pixels; SSIM needs 11 x 11"),
     (nerf, {"frame_downscale": 41}, "frames cannot be 41 times smaller"),

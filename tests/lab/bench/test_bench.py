@@ -38,10 +38,8 @@ def test_step_counts_flops_by_hand():
     threads = torch.get_num_threads()
     result = bench_step(replace(STEP, threads=threads + 1), progress=lines.append)
     assert torch.get_num_threads() == threads
-    assert [(row.panel, row.arm, row.over) for row in result.rows] == [
-        ("eager", "noble r=4", "baseline"),
-        ("eager", "noble r=8", "baseline"),
-    ]
+    named = [(row.panel, row.arm, row.over) for row in result.rows]
+    assert named == [("eager", f"noble r={rank}", "baseline") for rank in (4, 8)]
     data = json.loads(result.to_json())
     for row in result.rows:
         times = data["times"]["eager"]
@@ -86,9 +84,8 @@ def test_every_method_is_over_its_arm(family):
 def test_arms_differ_by_the_branch_and_learn():
     plain, noble = (Stepper(STEP, "eager", arm, lr=1e-2) for arm in (BenchArm(), NOBLE))
     assert plain.flops() < noble.flops()
-    assert noble.trained - plain.trained == sum(
-        each.numel() for name, each in noble.model.named_parameters() if "noble_" in name
-    )
+    added = [each.numel() for name, each in noble.model.named_parameters() if "noble_" in name]
+    assert noble.trained - plain.trained == sum(added)
     config = replace(STEP, methods=("sine-lora",), bf16=True, frozen_dtype="bfloat16")
     adapter = Stepper(config, "eager", BenchArm(method="sine-lora", rank=4), lr=1e-2)
     kinds = {(each.requires_grad, each.dtype) for each in adapter.model.parameters()}
@@ -127,10 +124,8 @@ def test_memory_agrees_with_counts_by_hand(mode, tmp_path):
     lines = []
     result = bench_memory(replace(MEMORY, modes=(mode,)), progress=lines.append)
     rows = {row.arm: row.figures for row in result.rows}
-    assert list(rows) == [
-        "baseline",
-        *(f"{name} r=4" for name in ("lora", "noble", "sine-lora", "sine-dora", "dora", "nora")),
-    ]
+    names = ("lora", "noble", "sine-lora", "sine-dora", "dora", "nora")
+    assert list(rows) == ["baseline", *(f"{name} r=4" for name in names)]
     # NOBLE keeps h alone: r numbers a token for each of the six linears of a block
     h = 2 * 6 * 4 * 32 * 4 * 4
     extra = rows["noble r=4"]["saved_bytes"] - rows["baseline"]["saved_bytes"]
@@ -156,9 +151,8 @@ def test_memory_agrees_with_counts_by_hand(mode, tmp_path):
 def test_decode_times_also_optimized_arms_that_get_faster():
     result = bench_decode(replace(DECODE, methods=("nonlinear-query", "noble")))
     arms = ("nonlinear-query", "noble r=4", "noble r=4, optimized")
-    assert [(row.panel, row.arm) for row in result.rows] == [
-        (f"eager, batch {size}", arm) for size in (1, 3) for arm in arms
-    ]
+    found = [(row.panel, row.arm) for row in result.rows]
+    assert found == [(f"eager, batch {size}", arm) for size in (1, 3) for arm in arms]
     for row in result.rows:
         times = result.times[row.panel]
         assert row.step == paired_ratio(times[row.arm], times["baseline"])
@@ -241,14 +235,13 @@ def _run_script(output: Path, *options: str) -> dict:
 def test_gpu_script_runs_on_the_cpu(tmp_path):
     """Its first use is on a machine that is lent by the minute."""
     data = _run_script(tmp_path / "gpu.json", "--rounds", "2", "--steps", "40")
-    assert [row["arm"] for row in data["step"]["rows"]] == [
-        f"noble r={rank}" for rank in data["sizes"]["step"]["ranks"]
-    ]
+    ranks = data["sizes"]["step"]["ranks"]
+    assert [row["arm"] for row in data["step"]["rows"]] == [f"noble r={rank}" for rank in ranks]
     assert data["skipped"] == []
     for arm, losses in data["losses"].items():
         assert len(losses) == 40, arm
         assert losses[-1] < losses[0] - 0.3, arm
-    assert len(set(map(tuple, data["losses"].values()))) == 1 + len(data["sizes"]["step"]["ranks"])
+    assert len(set(map(tuple, data["losses"].values()))) == 1 + len(ranks)
     for kinds in data["operator"].values():
         for name, error in kinds["noble_linear"].items():
             assert error <= 2 * kinds["plain formula"][name] + 1e-6, name

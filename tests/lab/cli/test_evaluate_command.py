@@ -208,10 +208,8 @@ def test_a_batch_that_does_not_fit_memory_is_refused_before_it_runs(folder, caps
 
 
 def test_a_model_that_does_not_continue_text_is_refused(folder, capsys, tmp_path):
-    config = BertConfig(
-        vocab_size=300, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-    )
-    BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
+    sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    BertForSequenceClassification(BertConfig(**sizes, num_attention_heads=2)).save_pretrained(tmp_path / "bert")
     byte_tokenizer().save_pretrained(tmp_path / "bert")
     arguments = ["--tasks", "piqa_local", "--data", folder / "data"]
     message = "is no causal language model: its config.json names BertForSequenceClassification"

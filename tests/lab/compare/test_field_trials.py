@@ -110,12 +110,8 @@ def arm_of(kind, rank, scores, tuned=0.0, name="", lost=()):
 
 def build(arms):
     sizes = {arm.name: (arm.settings["kind"], arm.parameters) for arm in arms}
-    pairs = [
-        (low, sine)
-        for sine in sizes
-        for low in sizes
-        if (sizes[low][0], sizes[sine][0]) == ("low-rank", "sine") and sizes[low][1] == sizes[sine][1]
-    ]
+    lows, sines = ([name for name in sizes if sizes[name][0] == kind] for kind in ("low-rank", "sine"))
+    pairs = [(low, sine) for sine in sines for low in lows if sizes[low][1] == sizes[sine][1]]
     measure = Measure(name="iou", higher_is_better=True, unit="%")
     results = a_record(arms, (0, 1, 2), [pairs], measure)
     return field_sections(results, 1000, dict.fromkeys(sizes))
@@ -198,9 +194,8 @@ def test_draws_a_sweep_over_omega(recipe, tmp_path, monkeypatch):
     assert f"BD-rate of sine over low rank: {none}" in str(swept)
     (tmp_path / "study").mkdir()
     swept.copy_to(tmp_path / "study", "photo")
-    assert {path.name for path in (tmp_path / "study").iterdir()} == {
-        *("photo-omega.png", "photo-rate.png", "photo-strip.png", "photo.json", "photo.md")
-    }
+    names = {f"photo{name}" for name in ("-omega.png", "-rate.png", "-strip.png", ".json", ".md")}
+    assert {path.name for path in (tmp_path / "study").iterdir()} == names
     assert "(photo-omega.png)" in (tmp_path / "study" / "photo.md").read_text()
     fewer = go(recipe, tmp_path / "out", arms=arms[1:3], resume=True)
     assert "BD-rate" not in str(fewer), "without plain low rank there is nothing to be over"

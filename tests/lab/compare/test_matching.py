@@ -111,10 +111,8 @@ def test_refuses_what_cannot_be_matched_in_one_line(tmp_path, texts, words):
 
 
 def test_matches_a_function_that_knows_of_no_method():
-    resolved = resolve_matches(
-        make_recipe(), arms("training_helpers:plain_module,name=mine", "wide-mlp:match=mine,by=flops")
-    )
-    assert resolved[1].settings["hidden"] == make_recipe().task.backbone.hidden
+    mine, wide = arms("training_helpers:plain_module,name=mine", "wide-mlp:match=mine,by=flops")
+    assert resolve_matches(make_recipe(), [mine, wide])[1].settings["hidden"] == make_recipe().task.backbone.hidden
 
 
 @pytest.mark.parametrize(("init", "of_arm"), [("stock", True), ("noble", True), ("kaiming", False)])

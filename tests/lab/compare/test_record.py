@@ -39,9 +39,8 @@ def compared(shape, every, steps=100, measure=LOSS):
         score = {} if measure.is_loss else {"score": -points[-1][1], "metric_curve": tuple((s, -v) for s, v in points)}
         return a_run(seed, value(steps), steps, curve=points, **score)
 
-    arms = [
-        an_arm(name, *(a_run_of(seed, gain) for seed in SEEDS)) for name, gain in (("baseline", 0.0), ("noble", GAIN))
-    ]
+    gains = {"baseline": 0.0, "noble": GAIN}
+    arms = [an_arm(name, *(a_run_of(seed, gain) for seed in SEEDS)) for name, gain in gains.items()]
     return a_record(arms, SEEDS, measure=measure)
 
 

@@ -108,9 +108,7 @@ def test_tunes_each_arm_and_extends_its_grid_until_the_best_is_inside(go, tmp_pa
     loss = bowl({"baseline": 2e-3, "noble-r4": 16e-3})
     fewer = go(loss, arms=(BASE, NOBLE), tune_lr=(1e-3, 2e-3, 4e-3), max_extensions=1, out=tmp_path / "fewer").results
     (note,) = fewer["notes"]
-    assert note.startswith(
-        "`noble-r4`: the best learning rate 0.008 is still at the edge of its grid after 1 extensions"
-    )
+    assert "`noble-r4`: the best learning rate 0.008 is still at the edge of its grid after 1 extensions" in note
     fixed = go(arms=(BASE, replace(NOBLE, lr=5e-3)), tune_lr=(1e-3, 2e-3), out=tmp_path / "fixed").results["arms"][1]
     assert (fixed["lr"], fixed["lr_source"], fixed["tuning"]) == (5e-3, "set by the arm", [])
 
@@ -137,9 +135,8 @@ def test_copies_what_a_reader_needs_under_another_name(go, tmp_path):
     loss = bowl({"baseline": 2e-3, "noble-r4": 2e-3})
     comparison = go(loss, draw=True, arms=(BASE, NOBLE), tune_lr=(1e-3, 2e-3, 4e-3))
     comparison.copy_to(str(study), "table")
-    assert {path.name for path in study.iterdir()} == {
-        *("table.md", "table.json", "table-curves.png", "table-rates.png")
-    }
+    names = {"table.md", "table.json", "table-curves.png", "table-rates.png"}
+    assert {path.name for path in study.iterdir()} == names
     for name in ("curves", "rates"):
         assert (study / f"table-{name}.png").read_bytes() == (out / f"{name}.png").read_bytes()
     assert json.loads((study / "table.json").read_text()) == comparison.results

@@ -43,9 +43,8 @@ def test_crossing_matches_dense_search_on_noisy_curves(rng):
         target = rng.uniform(losses.min(), losses.max())
         dense = np.union1d(np.linspace(steps[0], steps[-1], 20001), steps)  # a dip may be narrower than the spacing
         brute = dense[np.argmax(np.interp(dense, steps, losses) <= target)]
-        assert first_crossing(np.stack([steps, losses], 1), target) == pytest.approx(
-            brute, abs=2 * (steps[-1] - steps[0]) / 20000
-        )
+        found = first_crossing(np.stack([steps, losses], 1), target)
+        assert found == pytest.approx(brute, abs=2 * (steps[-1] - steps[0]) / 20000)
 
 
 def test_crossing_edges():

@@ -66,9 +66,8 @@ def test_resumes_a_study_of_fields_from_kept_runs(photo, tmp_path, into, capsys)
     run_study(photo, tmp_path / "one", into, "small", seeds=2, command="python run.py", **OPTIONS)
     assert "sine-k1" in capsys.readouterr().out
     assert "python run.py" in (into / "small.md").read_text()
-    assert {path.name for path in into.iterdir()} == {
-        *("small.json", "small.md", "small-rate.png", "small-strip.png", "small-runs.jsonl")
-    }
+    names = (".json", ".md", "-rate.png", "-strip.png", "-runs.jsonl")
+    assert {path.name for path in into.iterdir()} == {f"small{name}" for name in names}
     shutil.copytree(into, tmp_path / "whole")
     kept = (into / "small-runs.jsonl").read_text().splitlines(keepends=True)
     assert len(kept) == 1 + 2 * 2

@@ -34,11 +34,8 @@ class Machine:
         rounds = rounds if max_seconds is None else max(1, min(rounds, int(max_seconds / step / len(arms))))
         self.now += rounds * len(arms) * step
         names = [arm.name for arm in arms]
-        return Measurement(
-            parameters=dict.fromkeys(names, 10),
-            flops=dict.fromkeys(names, 1.0),
-            times={name: [step] * rounds for name in names} if rounds else None,
-        )
+        times = {name: [step] * rounds for name in names} if rounds else None
+        return Measurement(parameters=dict.fromkeys(names, 10), flops=dict.fromkeys(names, 1.0), times=times)
 
     def run(self, recipe, out, *, resume, prepared, stop=None, **_):
         self.threads.append(torch.get_num_threads())
@@ -86,9 +83,8 @@ def test_runs_are_shortened_where_not_even_one_seed_would_end(go, tmp_path):
     assert found["n"] == 1
     assert found["recipe"]["settings"]["train.steps"] == steps
     assert found["recipe"]["settings"]["train.warmup_steps"] == round(steps / 10)
-    assert found["notes"][0].startswith(
-        f"Every run was shortened from 200 to {steps} steps, its whole schedule with it"
-    )
+    said = f"Every run was shortened from 200 to {steps} steps, its whole schedule with it"
+    assert found["notes"][0].startswith(said)
     assert found["notes"][0] in (tmp_path / "out" / "report.md").read_text()
     assert (tmp_path / "out" / "curves.png").exists()
     # With the same limit it goes on at the same length, and with time the whole runs have folders of their own.

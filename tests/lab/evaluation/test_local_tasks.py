@@ -259,10 +259,9 @@ SKIPPED = f"{OPENING}Why?\n\nSolution1: a\n\nSolution3: b\n\nAnswer format: a/b"
         ("piqa_local", {"instruction": SKIPPED}, "the instruction does not end in"),
         ("mmlu_local", {"subject": "astrology"}, "'astrology' is no subject of MMLU"),
         ("mmlu_local", {"choices": ["a", "b", "c"]}, "field 'choices' must be four strings"),
-        *(
-            ("mmlu_local", {"answer": each}, f"field 'answer' must be 0, 1, 2 or 3, got {each!r}")
-            for each in (4, True, "B")
-        ),
+        ("mmlu_local", {"answer": 4}, "field 'answer' must be 0, 1, 2 or 3, got 4"),
+        ("mmlu_local", {"answer": True}, "field 'answer' must be 0, 1, 2 or 3, got True"),
+        ("mmlu_local", {"answer": "B"}, "field 'answer' must be 0, 1, 2 or 3, got 'B'"),
         ("mmlu_local", {"question": None}, "field 'question' is missing"),
     ],
 )
@@ -281,11 +280,7 @@ def test_a_malformed_row_is_named(tmp_path, name, changes, message):
         ("mmlu_local", {"test": 1}, r"has no dev\.jsonl of MMLU"),
         ("mmlu_local", {"test": 1, "dev": 4}, "has 4 examples of virology, not 5"),
         ("mmlu_local_astronomy", {"test": 1, "dev": 5}, "has no questions of astronomy"),
-        (
-            "commonsense_local",
-            {"piqa": 1},
-            r"has no boolq\.jsonl, social_i.*; there are --tasks piqa_local",
-        ),
+        ("commonsense_local", {"piqa": 1}, r"has no boolq\.jsonl, social_i.*; there are --tasks piqa_local"),
     ],
 )
 def test_missing_files_are_named(tmp_path, name, rows, message):

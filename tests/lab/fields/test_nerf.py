@@ -51,10 +51,11 @@ class Volume(nn.Module):
 def test_batches_follow_from_the_generator_and_show_training_views_alone():
     problem = tiny_problem(rays=400, fine_samples=3)
     seed = int(torch.randint(1 << 30, ()))
-    first, again, other = (
-        problem.batch(step, torch.Generator().manual_seed(seed + place)) for place, step in enumerate((0, 9, 0))
-    )
-    same = problem.batch(7, torch.Generator().manual_seed(seed))
+
+    def batch(step, own):
+        return problem.batch(step, torch.Generator().manual_seed(own))
+
+    first, again, other, same = batch(0, seed), batch(9, seed + 1), batch(0, seed + 2), batch(7, seed)
     assert all(one.equal(two) for one, two in zip(first, same, strict=True))
     assert not first[0].equal(other[0])
     assert not first[3].equal(again[3])
@@ -157,11 +158,7 @@ def some_cameras(views: int, height: int = 7, width: int = 9, *, forward: bool =
 
 
 def pixels(count: int, cameras: Cameras) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        torch.randint(len(cameras), (count,)),
-        torch.randint(cameras.height, (count,)),
-        torch.randint(cameras.width, (count,)),
-    )
+    return tuple(torch.randint(size, (count,)) for size in (len(cameras), cameras.height, cameras.width))
 
 
 def test_ray_projects_back_onto_its_pixels_centre():

@@ -55,10 +55,9 @@ def save_blender(folder, sides, channels=4, **extra):
         poses, images = random_poses(views), random_images(views, channels=channels)
         save_pictures(folder / side, images)
         square = np.concatenate([poses, np.tile([[[0.0, 0, 0, 1]]], (views, 1, 1))], 1)
-        frames = [
-            {"file_path": f"./{side}/view{number:03d}", "transform_matrix": matrix.tolist()}
-            for number, matrix in enumerate(square)
-        ]
+        paths = [f"./{side}/view{number:03d}" for number in range(views)]
+        rows = zip(paths, square.tolist(), strict=True)
+        frames = [{"file_path": path, "transform_matrix": matrix} for path, matrix in rows]
         name = "transforms.json" if side == "all" else f"transforms_{side}.json"
         (folder / name).write_text(json.dumps({"camera_angle_x": 0.8, "frames": frames, **extra}))
         made[side] = poses, images
@@ -120,11 +119,7 @@ def test_blends_clear_pixels_of_a_blender_folder_with_white(tmp_path):
     assert (scene.ndc, scene.near, scene.far, scene.background) == (False, 2.0, 6.0, 1.0)
     images = np.concatenate([made["train"][1], made["test"][1]]).astype(np.float64) / 255
     assert np.allclose(scene.images, images[..., :3] * images[..., 3:] + 1 - images[..., 3:], atol=1e-6)
-    arrays = {
-        f"{what}_{side}": made[side][place]
-        for side in ("train", "test")
-        for place, what in enumerate(("poses", "images"))
-    }
+    arrays = {f"{what}_{side}": made[side][place] for side in made for place, what in enumerate(("poses", "images"))}
     np.savez(tmp_path / "packed.npz", **arrays, focal=np.float64(WIDTH / 2 / np.tan(0.4)))
     assert np.allclose(read_scene(tmp_path / "packed.npz").cameras.intrinsics, scene.cameras.intrinsics)
 
@@ -198,10 +193,7 @@ def test_folders_without_transforms_and_broken_ones_are_refused(tmp_path):
         ({**good, "frames": [{"file_path": "x"}]}, "frame 0 needs transform_matrix"),
         ({**good, "frames": [{**good["frames"][0], "transform_matrix": [[1, 2], [3]]}]}, "4 x 4 numbers"),
         ({**good, "frames": [{**good["frames"][0], "file_path": "test/gone"}]}, "gone.png is missing"),
-        (
-            {**good, "frames": [{**good["frames"][0], "file_path": "../other/0"}]},
-            "frame 0 needs .* in the scene's folder",
-        ),
+        ({**good, "frames": [{**good["frames"][0], "file_path": "../other/0"}]}, "frame 0 needs .* the scene's folder"),
     ]:
         file.write_text(json.dumps(wrong))
         assert_refused(match, read_scene, tmp_path)

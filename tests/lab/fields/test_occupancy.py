@@ -68,9 +68,8 @@ def test_batches_are_points_of_the_lattice_with_their_labels(share):
     odds = Ball(0.7)(points)[:, 0].double()
     right = torch.where(inside == 1, torch.sigmoid(odds), torch.sigmoid(-odds))
     expected = -(weight * right.log()).mean()
-    torch.testing.assert_close(
-        problem.loss(Ball(0.7), (points, inside, weight)).double(), expected, rtol=1e-4, atol=1e-6
-    )
+    found = problem.loss(Ball(0.7), (points, inside, weight)).double()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     again = problem.batch(7, seeded(seed))
     assert torch.equal(again[0], points)
 
@@ -176,10 +175,8 @@ def sampled(mesh, resolution, off_lattice):
 @pytest.mark.parametrize("off_lattice", [False, True], ids=["lattice", "off-lattice"])
 def test_inside_is_where_the_formula_says(off_lattice):
     turn, scale = Rotation.random(random_state=int(torch.randint(2**31, ()))), 10 ** float(torch.rand(()) * 4 - 2)
-    mesh, shift = (
-        trimesh.creation.torus(2.0, 0.7, major_sections=256, minor_sections=128),
-        torch.randn(3).mul(100).numpy(),
-    )
+    mesh = trimesh.creation.torus(2.0, 0.7, major_sections=256, minor_sections=128)
+    shift = torch.randn(3).mul(100).numpy()
     mesh.vertices = turn.apply(mesh.vertices) * scale + shift
     points, grid = sampled(mesh, 40, off_lattice)
     x, y, z = turn.inv().apply((points.reshape(-1, 3) - shift) / scale).T
@@ -288,9 +285,8 @@ def test_refuses_grids_of_open_or_hollow_meshes_and_those_too_large(monkeypatch)
 
 
 def test_learns_a_shape(tmp_path):
-    problem = OccupancyProblem(
-        trimesh.creation.torus(1, 0.4), OccupancySettings(**SMALL, field=FieldConfig(width=48, spread=0.2))
-    )
+    settings = OccupancySettings(**SMALL, field=FieldConfig(width=48, spread=0.2))
+    problem = OccupancyProblem(trimesh.creation.torus(1, 0.4), settings)
     config = FitConfig(steps=120, lr=1e-2, save_every=0, eval_every=10, threads=1, device="cpu")
     found = fit(problem, FieldMethod(kind="sine", rank=2), config, tmp_path, quiet=True)
     assert found.value > max(found.curve[0]["iou"], 60)

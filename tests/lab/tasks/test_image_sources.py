@@ -81,9 +81,8 @@ def test_labels_that_number_no_classes(tmp_path, labels, words):
     np.savez(tmp_path / "a.npz", images=noise(4, 5, 5), labels=labels)
     file = png(noise(5, 5))
     blob = {"blob": np.frombuffer(file * 4, np.uint8), "off": np.arange(5) * len(file), "y": labels}
-    np.savez(
-        tmp_path / "b.npz", **{f"{side}_{name}": each for side in ("train", "test") for name, each in blob.items()}
-    )
+    blobs = {f"{side}_{name}": each for side in ("train", "test") for name, each in blob.items()}
+    np.savez(tmp_path / "b.npz", **blobs)
     for name in ("a.npz", "b.npz"):
         assert_refused(words.replace("labels must", "(labels|train_y) must"), read_images, str(tmp_path / name))
 

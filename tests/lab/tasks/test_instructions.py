@@ -17,12 +17,8 @@ from nlr_lab.tasks.finetune.instructions import (
 from refusals import assert_refused
 from seeds import rng
 
-CHAT = [
-    {"role": "user", "content": "the cat"},
-    {"role": "assistant", "content": "sat on"},
-    {"role": "user", "content": "a mat"},
-    {"role": "assistant", "content": "very red"},
-]
+SAID = (("user", "the cat"), ("assistant", "sat on"), ("user", "a mat"), ("assistant", "very red"))
+CHAT = [{"role": role, "content": content} for role, content in SAID]
 
 
 def write(path, records, indent=None):
@@ -156,11 +152,8 @@ def test_rows_are_counted_cut_and_dropped(tmp_path, tokenizer):
         {"prompt": "", "completion": "red"},
     ]
     found, facts = tokenize(tokenizer, write(tmp_path / "a.jsonl", records), "plain", 6)
-    assert facts == {
-        "rows": 5,
-        "cut": 2,
-        "dropped": {"no answer within max_length": 1, "empty answer": 1, "empty prompt": 1},
-    }
+    dropped = {"no answer within max_length": 1, "empty answer": 1, "empty prompt": 1}
+    assert facts == {"rows": 5, "cut": 2, "dropped": dropped}
     assert [len(ids) for ids in found.ids] == [4, 6]
     assert found.labels[1][:2].tolist() == [-100, -100]
     assert (found.labels[1][2:] == found.ids[1][2:]).all()

@@ -100,10 +100,8 @@ def test_image_run_reports_losses_with_and_without_augmentation(tmp_path):
     assert isinstance(prepared.tokenizer, Pixels)
     inputs = prepared.collate([prepared.plain[index] for index in range(10)])
     with torch.no_grad():
-        loss = torch.nn.functional.cross_entropy(
-            model(pixel_values=inputs["pixel_values"]).logits, inputs["labels"]
-        ).item()
-    assert result.plain_curve[-1][1] == pytest.approx(loss, rel=1e-4)
+        loss = torch.nn.functional.cross_entropy(model(inputs["pixel_values"]).logits, inputs["labels"])
+    assert result.plain_curve[-1][1] == pytest.approx(loss.item(), rel=1e-4)
     # Blended labels cannot be fitted: their loss stays above that of the same images as they are.
     assert result.train_curve[-1][1] > result.plain_curve[-1][1]
     assert result.metric == "accuracy"

@@ -372,11 +372,7 @@ BROKEN = [
     ("a.jsonl", ROW + b'{"tex\n', r"a\.jsonl, line 2 is not JSON"),
     ("a.jsonl", b'{"text": "a \\ud800 b"}\n', r"a\.jsonl, line 1 is not JSON: .*surrogates"),
     ("a.jsonl", ROW + b'{"body": "b"}\n', "line 2 has no text in the field 'text': {'body': 'b'}; .* set text_field"),
-    (
-        "a.jsonl",
-        ROW + b"\n" + b'{"text": null}\n',
-        "line 3 has no text in the field 'text': {'text': None}; drop such rows",
-    ),
+    ("a.jsonl", ROW + b'\n{"text": null}\n', "line 3 has no text in the field 'text': {'text': None}; drop such rows"),
     ("a.jsonl", b"[1]\n", r"a\.jsonl, line 1 has no text"),
 ]
 DOCUMENTS = lambda t: write(t, "txt", make_documents(5))  # noqa: E731
@@ -452,11 +448,8 @@ def test_bombs_stop_at_half_of_the_memory(tmp_path, monkeypatch, kind):
 @pytest.mark.shared_data
 def test_gpt2_files_give_the_known_counts(shared_data):
     """The held-out novels' published count has the four separators among five novels as text, 8 tokens each."""
-    config = TextData(
-        source=str(shared_data / "eltec_eng" / "valid.txt.xz"),
-        tokenizer=str(shared_data / "gpt2_bpe"),
-        valid_fraction=0.1,
-    )
+    source, tokenizer = str(shared_data / "eltec_eng" / "valid.txt.xz"), str(shared_data / "gpt2_bpe")
+    config = TextData(source=source, tokenizer=tokenizer, valid_fraction=0.1)
     packed = prepare_text(config, progress=False)
     facts = packed.describe()
     assert facts["train"]["documents"] + facts["valid"]["documents"] == 5

@@ -71,11 +71,8 @@ def test_data_are_recorded_file_by_file(tmp_path):
     (folder / "a.txt").write_text("two")
     (folder / "inner" / "b.txt").unlink()
     (folder / "c.txt").write_text("")
-    assert changed_files(before, record(folder)) == [
-        "text.source: corpus, a.txt has changed",
-        "text.source: corpus, c.txt is new",
-        "text.source: corpus, inner/b.txt is missing",
-    ]
+    changes = ("a.txt has changed", "c.txt is new", "inner/b.txt is missing")
+    assert changed_files(before, record(folder)) == [f"text.source: corpus, {each}" for each in changes]
     assert record(folder / "c.txt")["sources"]["text.source"]["files"].keys() == {"c.txt"}
     assert record("owner/name")["sources"]["text.source"] == {"name": "owner/name", "fingerprint": "f"}
 

@@ -61,12 +61,8 @@ def test_adapter_learns_and_its_files_give_the_same_model(cache, tmp_path, arm):
     recipe = get_recipe("instruct-smollm2")
     instructions = replace(recipe.task.instructions, rows=40, max_length=64, eval_rows=4)
     settings = {"epochs": None, "steps": 8, "batch_size": 2, "eval_every": 8, "save_every": 8}
-    recipe = replace(
-        recipe,
-        arm=Arm.parse(arm),
-        task=replace(recipe.task, instructions=instructions),
-        train=replace(recipe.train, **settings),
-    )
+    changed = {"task": replace(recipe.task, instructions=instructions), "train": replace(recipe.train, **settings)}
+    recipe = replace(recipe, arm=Arm.parse(arm), **changed)
     prepared = recipe.task.prepare(progress=False)
     result = run_training(recipe, tmp_path / "run", prepared=prepared, quiet=True)
     adapter = tmp_path / "run" / "model"
@@ -99,9 +95,8 @@ def test_a_folder_with_a_gguf_file_is_a_checkpoint(cache, tmp_path):
     (tmp_path / packaged.name).symlink_to(packaged)
     found = Pretrained(checkpoint="smollm2")
     model = found.load("causal", 0, 0)
-    shapes = [
-        {name: each.shape for name, each in one.named_parameters()} for one in (model, found.on_meta("causal", 0))
-    ]
+    models = (model, found.on_meta("causal", 0))
+    shapes = [{name: each.shape for name, each in one.named_parameters()} for one in models]
     assert shapes[0] == shapes[1]
     for checkpoint in (tmp_path, tmp_path / packaged.name):
         assert Pretrained(checkpoint=str(checkpoint)).where() == found.where()

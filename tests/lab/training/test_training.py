@@ -33,9 +33,8 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 def test_run_leaves_its_files_and_numbers(tmp_path):
     recipe = make_recipe(tracker="tensorboard")
     result = train(tmp_path / "out", recipe)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        *("recipe.json", "data.json", "result.json", "model", "checkpoints", "tensorboard", ".lock")
-    }
+    names = {"recipe.json", "data.json", "result.json", "model", "checkpoints", "tensorboard", ".lock"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
     assert TrainResult.from_json((tmp_path / "out" / "result.json").read_text()) == result
     assert Recipe.from_json((tmp_path / "out" / "recipe.json").read_text()) == recipe
     versions = json.loads((tmp_path / "out" / "recipe.json").read_text())["versions"]

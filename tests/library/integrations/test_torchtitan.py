@@ -244,9 +244,8 @@ def test_an_index_of_the_plain_files_gets_the_branch_tensors(tmp_path):
 def test_torchtitans_own_trainer_trains_saves_and_goes_on(method, precision, tmp_path, monkeypatch):
     """One process: sharded by FSDP, activations checkpointed, mixed precision, its checkpoint, its export."""
     _one_process(monkeypatch)
-    config = titan.augment(
-        kit.job(kit.llama(), tmp_path, precision=precision, last_save_in_hf=True, last_save_model_only=True), method
-    )
+    saved = {"last_save_in_hf": True, "last_save_model_only": True}
+    config = titan.augment(kit.job(kit.llama(), tmp_path, precision=precision, **saved), method)
     with kit.on_the_cpu():
         trainer, losses = kit.trained(config)
         state = kit.whole_state(trainer)

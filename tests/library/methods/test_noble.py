@@ -65,9 +65,8 @@ def test_rank_must_be_low():
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("kind", ["linear", "conv1d"])
 def test_gated_variant_is_the_notes_formula(kind, activation):
-    config = NobleConfig(
-        rank_ratio=0.25, activation=activation, depth=1, fusion="gated", up_bias=True, dropout=0.2, output_scale=0.7
-    )
+    settings = {"fusion": "gated", "up_bias": True, "dropout": 0.2, "output_scale": 0.7}
+    config = NobleConfig(rank_ratio=0.25, activation=activation, depth=1, **settings)
     layer = NobleLinear(16, 24, config=config) if kind == "linear" else NobleConv1D(24, 16, config=config)
     layer = layer.double().eval()
     with torch.no_grad():

@@ -143,10 +143,8 @@ def test_shared_down_saves_its_parameters_and_flops(family, monkeypatch):
 
 @pytest.mark.parametrize("budget", ["20%", "25% flops"])
 def test_budget_gives_higher_ranks_where_down_is_shared(budget):
-    reports = [
-        nlr.augment(Attention(256, 128), NobleConfig(share_down=share), budget=budget, verbose=False)
-        for share in ("none", "qkv")
-    ]
+    configs = (NobleConfig(share_down=share) for share in ("none", "qkv"))
+    reports = [nlr.augment(Attention(256, 128), each, budget=budget, verbose=False) for each in configs]
     for report in reports:
         of_flops = "flops" in budget
         before = report.flops_before if of_flops else report.parameters_before

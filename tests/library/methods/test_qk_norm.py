@@ -14,6 +14,7 @@ from nonlinear_lowrank.analysis.cost import model_cost
 from nonlinear_lowrank.hub import load_model
 
 MODELS = ("llama", "glm", "gpt2", "opt", "eurobert", "vit")
+UNDER = [nlr.NonlinearQueryConfig(), nlr.NobleConfig(rank=4), nlr.SineLowRankConfig(rank=4, omega=30)]
 
 
 def layers_of(model):
@@ -57,16 +58,11 @@ def test_queries_and_keys_are_normed_by_head_and_values_are_not(family):
     assert all(p.grad.abs().sum() > 0 for layer in layers_of(model).values() for p in layer.parameters(recurse=False))
 
 
-@pytest.mark.parametrize("method", ["query", "noble", "sine"])
+@pytest.mark.parametrize("config", UNDER, ids=lambda config: config.method)
 @pytest.mark.parametrize("family", ["opt", "gpt2"])
-def test_on_top_of_every_method_and_back_from_disk(method, family, tmp_path):
-    configs = {
-        "query": nlr.NonlinearQueryConfig(),
-        "noble": nlr.NobleConfig(rank=4),
-        "sine": nlr.SineLowRankConfig(rank=4, omega=30),
-    }
+def test_on_top_of_every_method_and_back_from_disk(config, family, tmp_path):
     model = FAMILIES[family]().eval()
-    nlr.augment(model, configs[method], verbose=False)
+    nlr.augment(model, config, verbose=False)
     inputs = batch(model)
     before = model(**inputs).logits
     nlr.augment(model, QKNormConfig(), verbose=False)

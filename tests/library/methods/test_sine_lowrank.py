@@ -31,11 +31,8 @@ def test_it_is_a_linear_with_its_weight(config):
         layer.bias.normal_()
     x = torch.randn(2, 3, 24).double()
     torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
-    assert {name: tuple(p.shape) for name, p in layer.named_parameters()} == {
-        "sine_up": (18, 4),
-        "sine_down": (4, 24),
-        "bias": (18,),
-    }
+    shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
+    assert shapes == {"sine_up": (18, 4), "sine_down": (4, 24), "bias": (18,)}
     assert "rank=4" in repr(layer)
 
 

@@ -29,11 +29,8 @@ from family_helpers import FAMILIES, REFUSED
 TAKEN = [name for name in FAMILIES if name not in REFUSED]
 # Their steps from a cache differ from those without one, in plain models too.
 CACHES_DIFFER = ("rwkv", "prophetnet")
-OTHER_METHODS = {
-    "sine": nlr.SineLowRankConfig(rank=RANK),
-    "query": nlr.NonlinearQueryConfig(),
-    "rational": nlr.RationalConfig(groups=4),
-}
+OTHER_METHODS = {"sine": nlr.SineLowRankConfig(rank=RANK), "query": nlr.NonlinearQueryConfig()}
+OTHER_METHODS["rational"] = nlr.RationalConfig(groups=4)
 OTHER_FAMILIES = (
     *("llama", "glm", "gemma2", "phi3", "gpt2", "gpt_neox", "opt", "mpt", "mixtral", "gpt_oss", "deepseek_v3", "mamba"),
     *("rwkv", "bert", "deberta-v2", "modernbert", "albert", "convbert", "t5", "bart", "whisper", "vit", "swin"),
@@ -167,9 +164,8 @@ def to_fake_quantized(model):
     weights = qat.IntxFakeQuantizeConfig(torch.int4, "per_channel")
     config = qat.QATConfig(activation_config=activations, weight_config=weights, step="prepare")
     # Routers are linears that return more than a product, in plain models too.
-    quantization.quantize_(
-        model, config, filter_fn=lambda module, name: isinstance(module, nn.Linear) and not name.endswith("router")
-    )
+    taken = lambda module, name: isinstance(module, nn.Linear) and not name.endswith("router")  # noqa: E731
+    quantization.quantize_(model, config, filter_fn=taken)
     return "FakeQuantizedLinear"
 
 

@@ -96,16 +96,8 @@ class SwitchedEncoder(Encoder):
 
 OUT = [f"encoder.layers.{layer}.self_attn.out_proj" for layer in (0, 1)]
 FEED_FORWARD = [f"encoder.layers.{layer}.linear{which}" for layer in (0, 1) for which in (1, 2)]
-MODELS = {
-    InPlace: [],
-    Sequential: [],
-    Unpacked: ["first"],
-    Fused: ["first", "second"],
-    FusedInEvaluation: ["first"],
-    Encoder: [*FEED_FORWARD, *OUT],
-    OwnActivationEncoder: OUT,
-    SwitchedEncoder: OUT,
-}
+MODELS = {InPlace: [], Sequential: [], Unpacked: ["first"], Fused: ["first", "second"], FusedInEvaluation: ["first"]}
+MODELS |= {Encoder: [*FEED_FORWARD, *OUT], OwnActivationEncoder: OUT, SwitchedEncoder: OUT}
 
 
 @pytest.mark.parametrize(("kind", "skipped"), MODELS.items(), ids=lambda value: getattr(value, "__name__", ""))
