@@ -38,6 +38,16 @@ MIXED = {
         layer_types=["linear_attention", "linear_attention"],
     ),
     "phi3": lambda: grouped_phi3(1, head_dim=16),
+    "qwen3_next": partial(
+        build,
+        "qwen3_next",
+        **_LLAMA,
+        **_EXPERTS,
+        head_dim=8,
+        num_experts=2,
+        shared_expert_intermediate_size=16,
+        layer_types=["full_attention", "full_attention"],
+    ),
 }
 """Fused projections whose queries are not the first rows, as many as the model is wide."""
 

@@ -19,6 +19,8 @@ QUERY_BESIDE = "holds keys and values only, and the query is beside it; leave it
 BY_HEAD = "query_key_value"
 """A fused projection whose rows are q, k and v of one head after another."""
 _BY_HEAD_IN = ("GPTNeoX", "Bloom", "Persimmon", "MiniMaxLightning")
+_GATED = ("Qwen3Next", "Qwen3_5", "Qwen4Exp")
+"""Attentions whose q_proj has, head by head, a query and a gate of the output."""
 _DEVICES = 4  # of CodeGen, in transformers' code a constant
 
 
@@ -31,11 +33,14 @@ def row_groups(name: str, parent: Any) -> int | None:
     """Return the number of groups of rows in a projection, each of which has its q, k and v; None where nothing says.
 
     1 is a block of each; the number of heads is head by head. Falcon has a group for each key, CodeGen for each device.
+    A query beside a gate is in such groups too.
     """
     own, kind = name.rpartition(".")[2], type(parent).__name__
+    heads, _ = attention_heads(parent)
+    if own == "q_proj" and kind.startswith(_GATED):
+        return heads
     if own not in (*FUSED, BY_HEAD):
         return 1
-    heads, _ = attention_heads(parent)
     if kind.startswith(_BY_HEAD_IN):
         return heads
     if kind.startswith("CodeGen"):

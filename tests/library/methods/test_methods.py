@@ -19,6 +19,18 @@ QUERY, QK_NORM, SINE = nlr.NonlinearQueryConfig(), nlr.QKNormConfig(), nlr.SineL
 SHARED, FUSED = NobleConfig(rank=4, share_down="qkv"), NobleConfig(rank=4, fuse_shared_inputs=True)
 
 
+class Attention(nn.ModuleDict):
+    num_heads, head_dim = 4, 8
+
+
+class Twice(nn.Module):
+    """Projects to something beside its queries."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention({"q_proj": nn.Linear(32, 64)})
+
+
 class Unknown(nn.Module):
     def __init__(self, width=48):
         super().__init__()
@@ -63,6 +75,7 @@ REFUSED = [
     (lambda: grouped_phi3(2), (nlr.NonlinearQueryConfig(query_groups=3), {}), r"qkv_proj is 32 -> 64, .* in 3 equal"),
     (lambda: grouped_phi3(2), (nlr.NonlinearQueryConfig(query_width=64), {}), r"not queries of width 64.*exclude="),
     (FAMILIES["opt"], (nlr.NonlinearQueryConfig(query_width=32), {}), "query_width=32 is for projections that hold"),
+    (Twice, (QUERY, {}), r"q_proj is twice as wide as 4 heads of 8, and Attention does not say"),
     (two_layouts, (QUERY, {}), r"attn.qkv_proj and 1.model.* hold their queries in different places.*include="),
     (Unknown, (QUERY, {}), r"attention.qkv is 32 -> 48, and ModuleDict does not say"),
     (lambda: Unknown(33), (QUERY, {"include": ".*qkv"}), r"must then be 32 -> 96"),

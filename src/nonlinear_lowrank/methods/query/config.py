@@ -50,7 +50,7 @@ class NonlinearQueryConfig:
     init_std: float = 0.02
     """Standard deviation of W1 and W2 (and W); the paper names none, this is GPT-2's and OPT's for all linears."""
     query_width: int | None = None
-    """Width of the queries in a projection that holds keys and values too; None: as the model's attention says."""
+    """Width of the queries in a projection that holds keys and values, or a gate, too; None: as the attention says."""
     query_groups: int | None = None
     """Groups of rows in such a projection, each with its queries, keys and values: 1 is a block of each, the number of
     heads is head by head; None: as the model's attention says."""

@@ -31,7 +31,7 @@ _GIVE = "give NonlinearQueryConfig(query_width=..., query_groups=...), or leave 
 
 
 class Layout(NamedTuple):
-    """Rows of a projection: `groups` times a share of the queries, then a share of the others (keys and values)."""
+    """Rows of a projection: `groups` times a share of the queries, then of the others (keys and values, or a gate)."""
 
     queries: int
     others: int = 0
@@ -55,7 +55,8 @@ def stated_layout(name: str, module: nn.Module, config: NonlinearQueryConfig) ->
     """Return the layout by name, shape and config, which is all that a saved model has; UserError where none fits."""
     d_in, d_out = linear_shape(module)
     own = name.rpartition(".")[2]
-    if own in _SINGLE or (d_out <= d_in and config.query_width is None and own not in _HOLDING):
+    twice = config.query_width is not None and d_out == 2 * config.query_width
+    if (own in _SINGLE and not twice) or (d_out <= d_in and config.query_width is None and own not in _HOLDING):
         return Layout(d_out)
     return _fitting(name, d_in, d_out, config.query_width or d_in, config.query_groups or 1)
 
@@ -67,11 +68,18 @@ def found_layout(name: str, module: nn.Module, parent: nn.Module, config: Nonlin
     if own in FUSED and getattr(parent, "is_cross_attention", False):
         raise UserError(f"{name} {QUERY_BESIDE}")
     given = config.query_width is not None or config.query_groups is not None
-    if own in _SINGLE or given or (d_out == d_in and own not in _HOLDING):
-        return stated_layout(name, module, config)
-    if (groups := row_groups(name, parent)) is None:
-        raise UserError(f"{name} mixes rows of q, k and v, and {type(parent).__name__} does not say how: {_GIVE}")
     heads, head = attention_heads(parent)
+    twice = own in SEPARATE and heads and head and d_out == 2 * heads * head and not hasattr(parent, "qk_head_dim")
+    groups = row_groups(name, parent)
+    if twice and groups == 1 and not given:
+        raise UserError(
+            f"{name} is twice as wide as {heads} heads of {head}, and {type(parent).__name__} does not say what else "
+            f"it holds: {_GIVE}"
+        )
+    if given or (own in _SINGLE and not twice) or (d_out == d_in and own not in _HOLDING):
+        return stated_layout(name, module, config)
+    if groups is None:
+        raise UserError(f"{name} mixes rows of q, k and v, and {type(parent).__name__} does not say how: {_GIVE}")
     if heads is None or head is None:
         if d_out != 3 * d_in:
             raise UserError(
@@ -102,7 +110,7 @@ def complete_layout(
     UserError where they need different values, or the config's do nothing.
     """
     found = {name: found_layout(name, module, parent, config) for name, (module, parent) in modules.items()}
-    plain = {name for name in modules if name.rpartition(".")[2] in _SINGLE}
+    plain = {name for name, layout in found.items() if name.rpartition(".")[2] in _SINGLE and not layout.others}
     for field in ("query_width", "query_groups"):
         if (value := getattr(config, field)) is not None and plain == set(modules):
             raise UserError(f"{field}={value} is for projections that hold keys and values too; omit it")
