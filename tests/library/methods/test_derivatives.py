@@ -152,6 +152,7 @@ METHODS = {
     "sine": (OPT, SINE),
     "sine-conv1d": (gpt2, SINE),
     "query": (OPT, nlr.NonlinearQueryConfig()),
+    "query-linear-residual": (OPT, nlr.NonlinearQueryConfig(residual="linear", out_norm="none", activation="silu")),
     "qk-norm": (OPT, nlr.QKNormConfig()),
     "rational": (gpt2, nlr.RationalConfig(groups=4)),
 }

@@ -67,6 +67,10 @@ def nora(**options):
     return Single(get_peft_model(base, nlr.NoraConfig(init_weights=False, groups=4, **options)))
 
 
+def query(queries=WIDTH, **options):
+    return Single(nlr.NonlinearQuery(WIDTH, queries, True, config=nlr.NonlinearQueryConfig(**options)))
+
+
 LAYERS = {
     "noble": noble,
     "noble-output-scale": lambda: noble(output_scale=2.0),
@@ -82,7 +86,14 @@ LAYERS = {
     "sigmoid": lambda: sine("sigmoid"),
     "identity": lambda: sine("identity"),
     "relu": lambda: sine("relu"),
-    "query": lambda: Single(nlr.NonlinearQuery(WIDTH, config=nlr.NonlinearQueryConfig())),
+    "query": query,
+    "query-full-rank": lambda: query(kind="full_rank"),
+    "query-linear-residual": lambda: query(residual="linear"),
+    "query-wide": lambda: query(2 * WIDTH + 1, activation="tanh", in_norm="layer", out_norm="rms"),
+    "query-narrow": lambda: query(WIDTH - 1, in_norm="none", out_norm="none", activation="silu"),
+    "qkv-grouped": lambda: Single(
+        nlr.NonlinearQKV(WIDTH, 2 * WIDTH, queries=4, groups=2, config=nlr.NonlinearQueryConfig(activation="gelu_tanh"))
+    ),
     **{
         f"qkv-{kind}": lambda kind=kind: Single(
             nlr.NonlinearQKV(WIDTH, 2 * WIDTH, config=nlr.NonlinearQueryConfig(kind=kind))
