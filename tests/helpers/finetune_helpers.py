@@ -7,19 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers as hf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    BertConfig,
-    BertModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 from nlr_lab.tasks.finetune.classification import GlueData, GlueTask, ImageData, ImageTask
 from nlr_lab.tasks.finetune.instructions import InstructionData, InstructionTask
@@ -45,7 +37,7 @@ def save(model: Any, folder: Path, pairs: bool | None = None) -> str:
     return str(folder)
 
 
-def tokenizer(pairs: bool) -> PreTrainedTokenizerFast:
+def tokenizer(pairs: bool) -> hf.PreTrainedTokenizerFast:
     """A tokenizer of words, of sentences or of pairs of them as BERT's."""
     inner = Tokenizer(WordLevel({word: index for index, word in enumerate((*SPECIAL, *WORDS))}, unk_token="[UNK]"))
     inner.pre_tokenizer = WhitespaceSplit()
@@ -57,7 +49,7 @@ def tokenizer(pairs: bool) -> PreTrainedTokenizerFast:
             single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
         )
     special |= {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "[SEP]"}
-    return PreTrainedTokenizerFast(tokenizer_object=inner, model_input_names=names, **special)
+    return hf.PreTrainedTokenizerFast(tokenizer_object=inner, model_input_names=names, **special)
 
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -67,21 +59,21 @@ VOCABULARY = {**SIZES, "vocab_size": len(SPECIAL) + len(WORDS)}
 def encoder(folder: Path, dropout: float = 0.1) -> str:
     torch.manual_seed(0)
     dropped = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
-    config = BertConfig(**VOCABULARY, max_position_embeddings=64, **dropped)
-    return save(BertModel(config), folder, pairs=True)
+    config = hf.BertConfig(**VOCABULARY, max_position_embeddings=64, **dropped)
+    return save(hf.BertModel(config), folder, pairs=True)
 
 
 def language_model(folder: Path) -> str:
     torch.manual_seed(0)
     tokens = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
-    config = LlamaConfig(**VOCABULARY, max_position_embeddings=128, **tokens)
-    return save(LlamaForCausalLM(config), folder, pairs=False)
+    config = hf.LlamaConfig(**VOCABULARY, max_position_embeddings=128, **tokens)
+    return save(hf.LlamaForCausalLM(config), folder, pairs=False)
 
 
 def vision_model(folder: Path, channels: int = 1, labels: int = 3) -> str:
     torch.manual_seed(0)
-    config = ViTConfig(image_size=8, patch_size=4, num_channels=channels, num_labels=labels, **SIZES)
-    return save(ViTForImageClassification(config), folder)
+    config = hf.ViTConfig(image_size=8, patch_size=4, num_channels=channels, num_labels=labels, **SIZES)
+    return save(hf.ViTForImageClassification(config), folder)
 
 
 def glue_folder(folder: Path, rows: int = 40, seed: int = 0) -> str:

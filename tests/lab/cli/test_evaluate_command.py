@@ -9,15 +9,8 @@ import sys
 import peft
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-)
 
 from cli_helpers import refused, run, succeed
 from nlr_lab.evaluation import find_local_tasks, losses, score_documents, score_tasks
@@ -45,7 +38,7 @@ def folder(tmp_path_factory):
     for name, base in (("adapter", "base"), ("adapter_ours", "ours")):
         targets = [f"{each}{'.dense' if base == 'ours' else ''}" for each in ("q_proj", "down_proj")]
         config = peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
-        model = AutoModelForCausalLM.from_pretrained(folder / base)
+        model = hf.AutoModelForCausalLM.from_pretrained(folder / base)
         peft.get_peft_model(model, config).save_pretrained(folder / name)
     subjects = ["anatomy", "astronomy", "philosophy", "sociology"]
     write_lines(folder / "data" / "mmlu" / "test.jsonl", mmlu_rows(subjects, 3))
@@ -63,7 +56,7 @@ def test_tasks_of_any_checkpoint_are_scored_printed_and_written(folder, capsys, 
     if name.startswith("adapter"):
         model = peft.AutoPeftModelForCausalLM.from_pretrained(folder / name)
     else:
-        model = AutoModelForCausalLM.from_pretrained(folder / name)
+        model = hf.AutoModelForCausalLM.from_pretrained(folder / name)
     expected = score_tasks(model, byte_tokenizer(), local=find_local_tasks(tasks, folder / "data"), batch_size=16)
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["tasks"] == json.loads(json.dumps(expected))
@@ -110,7 +103,7 @@ def test_an_adapter_may_find_its_base_elsewhere(folder, capsys, tmp_path):
 def test_tokens_that_were_added_for_tuning_have_rows(folder, capsys, tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<new>"])
-    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    model = hf.AutoModelForCausalLM.from_pretrained(folder / "base")
     model.resize_token_embeddings(len(tokenizer))
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     adapted = peft.get_peft_model(model, config).eval()
@@ -181,8 +174,8 @@ def test_a_model_of_few_positions_is_refused_in_one_line(folder, capsys, tmp_pat
 def test_positions_that_are_an_embedding_bound_the_window(folder, capsys, tmp_path):
     tokenizer = byte_tokenizer()
     sizes = {"hidden_size": 16, "ffn_dim": 16, "word_embed_proj_dim": 16, "num_hidden_layers": 1}
-    config = OPTConfig(vocab_size=len(tokenizer), num_attention_heads=2, max_position_embeddings=8, **sizes)
-    OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+    config = hf.OPTConfig(vocab_size=len(tokenizer), num_attention_heads=2, max_position_embeddings=8, **sizes)
+    hf.OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
     tokenizer.save_pretrained(tmp_path / "opt")
     arguments = ["evaluate", tmp_path / "opt", "--text", folder / "text.txt", "--sequence-length"]
     assert "the model has 8 positions; lower --sequence-length 16" in refused(capsys, *arguments, 16)
@@ -198,7 +191,7 @@ def test_a_batch_that_does_not_fit_memory_is_refused_before_it_runs(folder, caps
     assert whole[0] == 0, "bounded by the number of requests"
     monkeypatch.setattr(losses, "free_memory", lambda: losses.RESERVE + room)
     ran = []
-    monkeypatch.setattr(LlamaForCausalLM, "forward", lambda *_, **__: ran.append(1))
+    monkeypatch.setattr(hf.LlamaForCausalLM, "forward", lambda *_, **__: ran.append(1))
     err = refused(capsys, "evaluate", folder / "base", *arguments, "--batch-size", 999_999)
     found = re.search(r"a batch of \d+ rows .* 0\.0 GB are free; lower the batch size .*to at most (\d+)$", err.strip())
     assert not ran
@@ -209,7 +202,7 @@ def test_a_batch_that_does_not_fit_memory_is_refused_before_it_runs(folder, caps
 
 def test_a_model_that_does_not_continue_text_is_refused(folder, capsys, tmp_path):
     sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    BertForSequenceClassification(BertConfig(**sizes, num_attention_heads=2)).save_pretrained(tmp_path / "bert")
+    hf.BertForSequenceClassification(hf.BertConfig(**sizes, num_attention_heads=2)).save_pretrained(tmp_path / "bert")
     byte_tokenizer().save_pretrained(tmp_path / "bert")
     arguments = ["--tasks", "piqa_local", "--data", folder / "data"]
     message = "is no causal language model: its config.json names BertForSequenceClassification"

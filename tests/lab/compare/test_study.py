@@ -14,17 +14,8 @@ from PIL import Image
 from scipy.stats import ttest_rel
 
 from compare_helpers import field_recipe, tiny_recipe
-from nlr_lab.compare import compare
+from nlr_lab.compare import compare, study
 from nlr_lab.compare.report import p_text
-from nlr_lab.compare.study import (
-    difference_cells,
-    one_line_errors,
-    record_arms,
-    run_study,
-    score_text,
-    study_parser,
-    tuned_arms,
-)
 from nlr_lab.fields.problem import FieldArm
 from nlr_lab.training import Arm
 from nonlinear_lowrank.errors import UserError
@@ -63,7 +54,7 @@ def read(file):
 
 def test_resumes_a_study_of_fields_from_kept_runs(photo, tmp_path, into, capsys):
     compare(photo, tmp_path / "one", seeds=1, **OPTIONS)  # what a folder had alone is kept too
-    run_study(photo, tmp_path / "one", into, "small", seeds=2, command="python run.py", **OPTIONS)
+    study.run_study(photo, tmp_path / "one", into, "small", seeds=2, command="python run.py", **OPTIONS)
     assert "sine-k1" in capsys.readouterr().out
     assert "python run.py" in (into / "small.md").read_text()
     names = (".json", ".md", "-rate.png", "-strip.png", "-runs.jsonl")
@@ -73,7 +64,7 @@ def test_resumes_a_study_of_fields_from_kept_runs(photo, tmp_path, into, capsys)
     assert len(kept) == 1 + 2 * 2
     elsewhere = re.sub('"processor": "[^"]*"', '"processor": "Z80"', kept[0])
     (into / "small-runs.jsonl").write_text("".join([elsewhere, *kept[1:4]]))
-    run_study(photo, tmp_path / "two", into, "small", seeds=2, **OPTIONS)
+    study.run_study(photo, tmp_path / "two", into, "small", seeds=2, **OPTIONS)
     assert table(into / "small.json") == table(tmp_path / "whole" / "small.json")
     assert "made by several processors: Z80, " in (into / "small.md").read_text()
     assert '"processor": "Z80"' in (into / "small-runs.jsonl").read_text().splitlines()[0]
@@ -87,14 +78,14 @@ def test_resumes_a_study_of_fields_from_kept_runs(photo, tmp_path, into, capsys)
 def test_resumes_a_study_of_a_model_from_kept_runs(novel, tmp_path, into, capsys):
     options = OPTIONS | {"max_extensions": 0}
     options["arms"] = [Arm.parse(text) for text in ("baseline:grid=1e-3/2e-3", "noble:rank=2,lr=1e-3")]
-    run_study(novel, tmp_path / "one", into, "small", seeds=1, **options)
+    study.run_study(novel, tmp_path / "one", into, "small", seeds=1, **options)
     shutil.copytree(into, tmp_path / "whole")
-    run_study(novel, tmp_path / "two", into, "small", seeds=1, **options)
+    study.run_study(novel, tmp_path / "two", into, "small", seeds=1, **options)
     assert not list((tmp_path / "two").glob("runs/**/model")), "nothing was trained again"
     assert table(into / "small.json") == table(tmp_path / "whole" / "small.json")
     assert (into / "small-runs.jsonl").read_bytes() == (tmp_path / "whole" / "small-runs.jsonl").read_bytes()
     assert str(tmp_path) not in (into / "small-runs.jsonl").read_text()
-    run_study(novel, tmp_path / "two", into, "small", seeds=2, **options)
+    study.run_study(novel, tmp_path / "two", into, "small", seeds=2, **options)
     trained = (tmp_path / "two" / "runs").glob("**/model")
     assert {path.parent.name for path in trained} == {"seed-2"}
     capsys.readouterr()
@@ -112,47 +103,47 @@ def test_resumes_a_study_of_a_model_from_kept_runs(novel, tmp_path, into, capsys
     ids=["settings", "torn", "outside", "arm", "no-text"],
 )
 def test_refuses_kept_runs_that_cannot_be_used(photo, tmp_path, into, spoil, message):
-    run_study(photo, tmp_path / "one", into, "small", seeds=1, **OPTIONS)
+    study.run_study(photo, tmp_path / "one", into, "small", seeds=1, **OPTIONS)
     spoilt = spoil((into / "small-runs.jsonl").read_text())
     (into / "small-runs.jsonl").write_text(spoilt)
-    assert_refused(message, run_study, photo, tmp_path / "two", into, "small", seeds=1, **OPTIONS)
+    assert_refused(message, study.run_study, photo, tmp_path / "two", into, "small", seeds=1, **OPTIONS)
     assert not (tmp_path / "two").exists()
     assert (into / "small-runs.jsonl").read_text() == spoilt
 
 
 def test_takes_kept_runs_for_moved_data_and_no_other_data(photo, tmp_path, into):
-    run_study(photo, tmp_path / "one", into, "small", seeds=1, **OPTIONS)
+    study.run_study(photo, tmp_path / "one", into, "small", seeds=1, **OPTIONS)
     moved = tmp_path / "album.png"
     (tmp_path / "photo.png").rename(moved)
     elsewhere = replace(photo, problem=replace(photo.problem, source=str(moved)))
-    run_study(elsewhere, tmp_path / "two", into, "small", seeds=1, **OPTIONS)
+    study.run_study(elsewhere, tmp_path / "two", into, "small", seeds=1, **OPTIONS)
     Image.fromarray(np.zeros((12, 12, 3), dtype=np.uint8)).save(moved)
-    assert_refused("other data", run_study, elsewhere, tmp_path / "three", into, "small", seeds=1, **OPTIONS)
+    assert_refused("other data", study.run_study, elsewhere, tmp_path / "three", into, "small", seeds=1, **OPTIONS)
     moved.unlink()
-    assert_refused(r"album\.png", run_study, elsewhere, tmp_path / "three", into, "small", seeds=1, **OPTIONS)
+    assert_refused(r"album\.png", study.run_study, elsewhere, tmp_path / "three", into, "small", seeds=1, **OPTIONS)
     assert not (tmp_path / "three").exists()
 
 
 def test_runs_tuned_arms_for_longer(photo, tmp_path, into):
     arms = [FieldArm.parse(text) for text in ("low-rank:rank=1", "sine:rank=2,omega=7,gain=3,name=wave", "dense")]
     options = OPTIONS | {"seeds": 1, "tune_lr": (1e-3, 1e-2)}
-    run_study(photo, tmp_path / "short", into, "short", arms=arms, **options)
-    record, tuned = read(into / "short.json"), tuned_arms(into / "short.json")
+    study.run_study(photo, tmp_path / "short", into, "short", arms=arms, **options)
+    record, tuned = read(into / "short.json"), study.tuned_arms(into / "short.json")
     chosen = [(arm["name"], arm["init"]) for arm in record["arms"]]
     assert [(arm.name, *arm.inits) for arm in tuned] == chosen
     assert [arm.lr for arm in tuned] == [arm["lr"] for arm in record["arms"]]
     for arm, former in zip(tuned, arms, strict=True):
         assert replace(arm.method, init="kaiming_zero") == replace(former.method, init="kaiming_zero")
-    retuned = tuned_arms(into / "short.json", rates=False)
+    retuned = study.tuned_arms(into / "short.json", rates=False)
     assert [replace(arm, lr=before.lr) for arm, before in zip(retuned, tuned, strict=True)] == tuned
     longer = replace(photo, train=replace(photo.train, steps=8))
-    run_study(longer, tmp_path / "long", into, "long", arms=[*tuned[:1], *retuned[1:]], **options)
+    study.run_study(longer, tmp_path / "long", into, "long", arms=[*tuned[:1], *retuned[1:]], **options)
     after = read(into / "long.json")["arms"]
     assert [(arm["name"], arm["init"]) for arm in after] == chosen
     assert [bool(arm["tuning"]) for arm in after] == [False, True, True]
-    assert_refused(r"no .*none\.json: run the stage", tuned_arms, into / "none.json")
+    assert_refused(r"no .*none\.json: run the stage", study.tuned_arms, into / "none.json")
     (into / "none.json").write_text("{}")
-    assert_refused("has no 'arms'", record_arms, into / "none.json")
+    assert_refused("has no 'arms'", study.record_arms, into / "none.json")
 
 
 def test_compares_arms_of_several_records_by_seed():
@@ -161,7 +152,7 @@ def test_compares_arms_of_several_records_by_seed():
         return {"runs": runs, "score": {"mean": np.mean(scores), "sd": np.std(scores, ddof=1), "n": len(scores)}}
 
     pairs = [(an_arm(3.0, 4.5, 5.2), an_arm(1.0, 2.0, 3.0)), (an_arm(2.0, 2.5, 2.0), an_arm(2.1, 2.2, 2.3))]
-    cells = difference_cells(pairs)
+    cells = study.difference_cells(pairs)
     p_values = []
     for (arm, other), (delta, p_value, _) in zip(pairs, cells, strict=True):
         new, old = ([run["score"] for run in each["runs"]] for each in (arm, other))
@@ -172,15 +163,15 @@ def test_compares_arms_of_several_records_by_seed():
         assert p_value == p_text(test.pvalue)
     low, high = sorted(p_values)
     assert sorted(cell[2] for cell in cells) == sorted(map(p_text, (min(2 * low, 1), min(max(2 * low, high), 1))))
-    assert score_text(pairs[0][0]) == "4.23 +- 1.12 (3)"
+    assert study.score_text(pairs[0][0]) == "4.23 +- 1.12 (3)"
     del pairs[0][1]["runs"][1:]
-    assert difference_cells(pairs)[0] == ("+2.00 (n = 1)", "-", "-")
+    assert study.difference_cells(pairs)[0] == ("+2.00 (n = 1)", "-", "-")
 
 
 def test_smoke_run_of_a_model_is_small_and_apart(novel, tmp_path, capsys):
     arms = [Arm.parse(text) for text in ("baseline:lr=1e-3", "noble:rank=2,lr=1e-3")]
     options = {"arms": arms, "seeds": 3, "max_extensions": 2, "timing_rounds": 30, "quiet": True}
-    run_study(novel, tmp_path / "runs" / "cpu", tmp_path / "absent", "cpu", smoke=True, **options)
+    study.run_study(novel, tmp_path / "runs" / "cpu", tmp_path / "absent", "cpu", smoke=True, **options)
     assert "noble-r2" in capsys.readouterr().out
     folder = tmp_path / "runs" / "cpu-smoke"
     assert {path.name for path in folder.glob("runs/*/lr-*/seed-*")} == {"seed-1"}
@@ -189,14 +180,14 @@ def test_smoke_run_of_a_model_is_small_and_apart(novel, tmp_path, capsys):
 
 
 def test_reads_a_studys_options(capsys):
-    parser = study_parser("What it asks.\n\n    python run.py", "tiny", "text", "rows", seeds=2, sized=True)
+    parser = study.study_parser("What it asks.\n\n    python run.py", "tiny", "text", "rows", seeds=2, sized=True)
     given = vars(parser.parse_args(["a.txt", "b"]))
     plain = {"size": "cpu", "smoke": False, "seeds": 2, "threads": 1, "work": Path("runs/tiny")}
     assert given == {"text": Path.cwd() / "a.txt", "rows": Path.cwd() / "b", **plain}
     given = vars(parser.parse_args(["a", "b", "--size=gpu", "--smoke", "--seeds=5", "--threads=4", "--work=w"]))
     assert given.items() >= {"size": "gpu", "smoke": True, "seeds": 5, "threads": 4, "work": Path("w")}.items()
     with pytest.raises(SystemExit):
-        study_parser("", "tiny", "text").parse_args(["a.txt", "--smoke"])
+        study.study_parser("", "tiny", "text").parse_args(["a.txt", "--smoke"])
     capsys.readouterr()
     with pytest.raises(SystemExit):
         parser.parse_args(["--help"])
@@ -205,7 +196,7 @@ def test_reads_a_studys_options(capsys):
 
 @pytest.mark.parametrize(("part", "line"), [("table", "table: no rates"), ("", "no rates")])
 def test_turns_user_errors_into_one_line(part, line):
-    with pytest.raises(SystemExit, match=f"^{line}$") as left, one_line_errors(part):
+    with pytest.raises(SystemExit, match=f"^{line}$") as left, study.one_line_errors(part):
         raise UserError("no rates")
     assert left.value.__suppress_context__
 

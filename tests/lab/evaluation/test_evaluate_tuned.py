@@ -17,6 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:Fu
 
 TASKS = {"cola": kit.glue_task, "instructions": kit.instruction_task, "images": kit.image_task}
 ARMS = ("full", "lora:r=2", "sine-dora:r=2,omega=30", "nora++:r=2,groups=4,lora_r=2", "noble-adapter:r=2", "head")
+TUNED = {"cola": ARMS, "instructions": ARMS[:2], "images": ARMS[2:]}
 
 
 def tuned(task, out, arm="sine-lora:r=2,omega=30"):
@@ -32,14 +33,7 @@ def evaluated(capsys, folder, *options):
     return written
 
 
-@pytest.mark.parametrize(
-    ("kind", "arm"),
-    [
-        *(("cola", arm) for arm in ARMS),
-        *(("instructions", arm) for arm in ARMS[:2]),
-        *(("images", arm) for arm in ARMS[2:]),
-    ],
-)
+@pytest.mark.parametrize(("kind", "arm"), [(kind, arm) for kind, arms in TUNED.items() for arm in arms])
 def test_evaluate_gives_the_runs_own_numbers(root, tmp_path, capsys, kind, arm):
     result = tuned(TASKS[kind](root), tmp_path / "out", arm)
     expected = result.scores or {"loss": result.final_loss}

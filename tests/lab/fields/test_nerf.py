@@ -8,20 +8,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from nlr_lab.fields import rendering
 from nlr_lab.fields.fit import FitConfig, fit
 from nlr_lab.fields.nerf import NerfProblem, NerfSettings
 from nlr_lab.fields.problem import FieldMethod
-from nlr_lab.fields.rendering import (
-    Cameras,
-    Rays,
-    composite,
-    importance,
-    interval_edges,
-    ndc_rays,
-    pixel_rays,
-    render,
-    stratified,
-)
 from nlr_lab.fields.scenes import demo_scene, demo_volume
 from nlr_lab.fields.settings import RadianceConfig
 from refusals import assert_refused
@@ -143,7 +133,7 @@ def test_learns_a_scene_and_writes_pictures(tmp_path):
         assert frame.size == (8, 8)
 
 
-def some_cameras(views: int, height: int = 7, width: int = 9, *, forward: bool = False) -> Cameras:
+def some_cameras(views: int, height: int = 7, width: int = 9, *, forward: bool = False) -> rendering.Cameras:
     turns = torch.randn(views, 3, 3, dtype=torch.float64)
     if forward:
         turns = torch.eye(3, dtype=torch.float64) + 0.1 * turns
@@ -154,17 +144,17 @@ def some_cameras(views: int, height: int = 7, width: int = 9, *, forward: bool =
     poses = torch.cat([rotations, torch.randn(views, 3, 1, dtype=torch.float64)], -1).numpy()
     focal = torch.rand(views, 2, dtype=torch.float64).numpy() * 5 + 6
     centre = np.tile([width / 2 + 0.3, height / 2 - 0.2], (views, 1))
-    return Cameras(poses, np.concatenate([focal, centre], 1), height, width)
+    return rendering.Cameras(poses, np.concatenate([focal, centre], 1), height, width)
 
 
-def pixels(count: int, cameras: Cameras) -> tuple[Tensor, Tensor, Tensor]:
+def pixels(count: int, cameras: rendering.Cameras) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(torch.randint(size, (count,)) for size in (len(cameras), cameras.height, cameras.width))
 
 
 def test_ray_projects_back_onto_its_pixels_centre():
     cameras = some_cameras(5)
     views, rows, columns = pixels(200, cameras)
-    rays = pixel_rays(cameras, views, rows, columns)
+    rays = rendering.pixel_rays(cameras, views, rows, columns)
     points = (rays.origins + (torch.rand(200, 1).double() * 9 + 0.1) * rays.directions).numpy()
     poses, (fx, fy, cx, cy) = cameras.poses[views], cameras.intrinsics[views].T
     x, y, z = np.einsum("rij,ri->jr", poses[:, :, :3], points - poses[:, :, 3])
@@ -176,9 +166,9 @@ def test_device_coordinates_are_the_projection_of_the_points_they_stand_for():
     """t' = 1 - o_z / (o_z + t d_z), and the projection (-a x/z, -b y/z, 1 + 2 n/z), both of appendix C, in float64."""
     cameras = some_cameras(4, forward=True)
     near, a, b = 1.0 + float(torch.rand(())), 1.7, 2.3
-    world = pixel_rays(cameras, *pixels(100, cameras))
+    world = rendering.pixel_rays(cameras, *pixels(100, cameras))
     assert (world.directions[:, 2] < 0).all()
-    device = ndc_rays(world, a, b, near)
+    device = rendering.ndc_rays(world, a, b, near)
     start = world.origins + (-(near + world.origins[:, 2:]) / world.directions[:, 2:]) * world.directions
     assert start[:, 2].allclose(torch.full((100,), -near, dtype=torch.float64))
     for t in (0.0, 0.1, 2.0, 1e5):
@@ -201,18 +191,18 @@ def constant(density: float, colour: tuple[float, float, float]):
 @pytest.mark.parametrize("density", [1e-6, 0.3, 40.0, 1e9])
 def test_slab_has_its_closed_form_colour(density, fine):
     """colour (1 - exp(-s L)) + background exp(-s L), in float32 to rounding."""
-    rays = Rays(torch.randn(8, 3), torch.randn(8, 3), torch.randn(8, 3))
+    rays = rendering.Rays(torch.randn(8, 3), torch.randn(8, 3), torch.randn(8, 3))
     near, far = 0.5, 3.0
     colour = (0.2, 0.7, 0.4)
     field = constant(density, colour)
     places = torch.rand(8, 5), torch.rand(8, 9) if fine else None
     for background in (0.0, 1.0):
-        seen = render(field, None, rays, *places, near=near, far=far, background=background)[-1]
+        seen = rendering.render(field, None, rays, *places, near=near, far=far, background=background)[-1]
         length = (far - near) * rays.directions.double().norm(dim=-1)
         through = torch.exp(-density * length)[:, None]
         expected = torch.tensor(colour).double() * (1 - through) + background * through
         assert seen.double().allclose(expected, rtol=1e-5, atol=1e-7)
-    onward = render(field, None, rays, *places, near=near, far=far, background=None)[-1]
+    onward = rendering.render(field, None, rays, *places, near=near, far=far, background=None)[-1]
     assert onward.allclose(torch.tensor(colour).expand(8, 3), rtol=1e-5)
 
 
@@ -221,7 +211,7 @@ def test_compositing_is_the_quadrature_in_float64_with_thick_and_thin_intervals(
     density = torch.rand(6, 12) * 10.0 ** torch.randint(-7, 7, (6, 12))
     density[0] = 0
     colour, lengths = torch.rand(6, 12, 3), torch.rand(6) + 0.5
-    seen, weights = composite(density, colour, t, 1.0, 5.0, lengths, 0.25)
+    seen, weights = rendering.composite(density, colour, t, 1.0, 5.0, lengths, 0.25)
     for ray in range(6):
         left, expected = 1.0, np.zeros(3)
         edges = [1.0, *((t[ray, 1:].double() + t[ray, :-1].double()) / 2).tolist(), 5.0]
@@ -235,9 +225,9 @@ def test_compositing_is_the_quadrature_in_float64_with_thick_and_thin_intervals(
 
 def test_stratified_samples_lie_one_in_each_bin():
     # In float64: in float32 one draw in some 10^6 is rounded up to its bin's far edge.
-    bins = (stratified(torch.rand(4000, 6).double(), 2.0, 5.0) - 2.0) / 0.5
+    bins = (rendering.stratified(torch.rand(4000, 6).double(), 2.0, 5.0) - 2.0) / 0.5
     assert bins.floor().equal(torch.arange(6.0).double().expand(4000, 6))
-    middles = stratified(torch.full((2, 4), 0.5), 0.0, 1.0)
+    middles = rendering.stratified(torch.full((2, 4), 0.5), 0.0, 1.0)
     assert middles.allclose(torch.tensor([0.125, 0.375, 0.625, 0.875]).expand(2, 4))
 
 
@@ -245,7 +235,7 @@ def test_hierarchical_samples_follow_the_weights():
     edges = torch.tensor([0.0, 0.5, 0.6, 2.0, 3.0]).expand(2, 5)
     weights = torch.rand(2, 4)
     weights[0, 1] = 0
-    drawn = importance(edges, weights, torch.rand(2, 20000))
+    drawn = rendering.importance(edges, weights, torch.rand(2, 20000))
     assert drawn.equal(drawn.sort(-1).values)
     for ray in range(2):
         share = (weights[ray] / weights[ray].sum()).double()
@@ -256,10 +246,10 @@ def test_hierarchical_samples_follow_the_weights():
 
 
 def test_hierarchical_samples_of_an_empty_ray_spread_and_those_of_a_spike_stay_in_it():
-    edges = interval_edges(stratified(torch.full((1, 64), 0.5), 0.0, 1.0), 0.0, 1.0)
-    spread = importance(edges, torch.zeros(1, 64), torch.full((1, 100), 0.5))
+    edges = rendering.interval_edges(rendering.stratified(torch.full((1, 64), 0.5), 0.0, 1.0), 0.0, 1.0)
+    spread = rendering.importance(edges, torch.zeros(1, 64), torch.full((1, 100), 0.5))
     assert spread.allclose((torch.arange(100) + 0.5)[None] / 100, atol=1e-5)
     spike = torch.full((1, 64), 1e-12)
     spike[0, 40] = 1.0
-    drawn = importance(edges, spike, torch.full((1, 1000), 0.5))
+    drawn = rendering.importance(edges, spike, torch.full((1, 1000), 0.5))
     assert ((drawn >= edges[0, 40]) & (drawn <= edges[0, 41])).all()

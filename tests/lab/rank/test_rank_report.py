@@ -20,14 +20,7 @@ from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.recipe import FitConfig
 from nlr_lab.fields.settings import FieldConfig
-from nlr_lab.rank.measures import (
-    guess_omega,
-    kaiming_factors,
-    kaiming_uniform,
-    random_stable_rank,
-    spectrum,
-    stable_rank,
-)
+from nlr_lab.rank import measures
 from nlr_lab.rank.report import rank_report
 from nlr_lab.runtime.environment import OutOfTimeError
 
@@ -113,7 +106,7 @@ def test_adapters_are_measured_as_their_delta(tmp_path, method):
 
 
 def test_bare_files_need_omega_for_sine_factors(tmp_path, capsys):
-    up, down = kaiming_factors((40, 30), 2, torch.Generator().manual_seed(0))
+    up, down = measures.kaiming_factors((40, 30), 2, torch.Generator().manual_seed(0))
     save_file(
         {"a.sine_up": up, "a.sine_down": down, "b": torch.zeros(4, 4), "c": torch.ones(7)}, tmp_path / "f.safetensors"
     )
@@ -156,14 +149,14 @@ def test_fields_are_measured_as_their_weights_finished_or_not(tmp_path, capsys, 
 @pytest.mark.parametrize("init", ["kaiming_sqrt5", "kaiming_zero"])
 @pytest.mark.parametrize(("shape", "rank"), [((160, 96), 3), ((96, 160), 12), ((128, 128), 1)])
 def test_draws_at_the_suggested_omega_have_the_stable_rank(shape, rank, init):
-    most = random_stable_rank(shape)
+    most = measures.random_stable_rank(shape)
     target = float(torch.empty(()).uniform_(0.4, 0.7)) * most if rank > 1 else 4.0
-    guess = guess_omega(shape, rank, target, init=init)
+    guess = measures.guess_omega(shape, rank, target, init=init)
     generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
-    draws = [kaiming_factors(shape, rank, generator, init=init) for _ in range(5)]
+    draws = [measures.kaiming_factors(shape, rank, generator, init=init) for _ in range(5)]
     weights = [torch.sin(guess.omega * up @ down) for up, down in draws]
-    ranks = [spectrum(weight).stable_rank for weight in weights]
-    assert [stable_rank(weight) for weight in weights] == pytest.approx(ranks, rel=0.03), "quick and slow"
+    ranks = [measures.spectrum(weight).stable_rank for weight in weights]
+    assert [measures.stable_rank(weight) for weight in weights] == pytest.approx(ranks, rel=0.03), "quick and slow"
     reached = sum(ranks) / 5
     assert reached == pytest.approx(target, rel=0.25)
     assert not guess.saturated
@@ -171,12 +164,12 @@ def test_draws_at_the_suggested_omega_have_the_stable_rank(shape, rank, init):
 
 def test_omega_is_none_or_a_limit_at_the_ends():
     shape = (96, 64)
-    assert guess_omega(shape, 8, 1.5).omega is None
-    limit = guess_omega(shape, 8, 1e6)
+    assert measures.guess_omega(shape, 8, 1.5).omega is None
+    limit = measures.guess_omega(shape, 8, 1e6)
     assert limit.saturated
-    up, down = kaiming_factors(shape, 8, torch.Generator().manual_seed(3))
-    assert spectrum(torch.sin(limit.omega * up @ down)).stable_rank > 0.75 * random_stable_rank(shape)
-    one = guess_omega((96, 96), 1, 0.94 * random_stable_rank((96, 96)))
+    up, down = measures.kaiming_factors(shape, 8, torch.Generator().manual_seed(3))
+    assert measures.spectrum(torch.sin(limit.omega * up @ down)).stable_rank > 0.75 * measures.random_stable_rank(shape)
+    one = measures.guess_omega((96, 96), 1, 0.94 * measures.random_stable_rank((96, 96)))
     assert one.saturated or one.omega > 100 * limit.omega, "rank one saturates late, if ever"
 
 
@@ -210,7 +203,7 @@ def test_rank_with_a_number_adds_branches(tmp_path, capsys, monkeypatch):
 def test_rank_figures_depend_on_their_seeds(tmp_path, capsys):
     assert "sine, omega=2000" in succeed(capsys, "inspect", "--rank-figures", tmp_path / "f", "--seeds", "1")
     record = json.loads((tmp_path / "f" / "rank-figures.json").read_text())
-    draw = kaiming_uniform((128, 128), 128, torch.Generator().manual_seed(0))
+    draw = measures.kaiming_uniform((128, 128), 128, torch.Generator().manual_seed(0))
     dense = record["figure_2"]["matrices"]["dense"]["stable_rank"]
     assert dense["low"] == dense["high"] == pytest.approx(plain_ranks(draw)[0])
     assert matplotlib.image.imread(tmp_path / "f" / "rank-figures.png").std() > 0.01

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import finetune_helpers
+import pretraining_helpers as helpers
 from cli_helpers import refused, succeed
 from nlr_lab.compare import compare
 from nlr_lab.tasks.images.examples import Pixels
@@ -14,30 +15,21 @@ from nlr_lab.training import Arm, Recipe, run_training
 from nlr_lab.training.result import TrainResult
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model
-from pretraining_helpers import (
-    LAST_STAGE,
-    assert_resumes_exactly,
-    corpus,
-    image_task,
-    logits_in_a_fresh_process,
-    masked_task,
-    recipe,
-)
 from training_helpers import SEEN
 
 KINDS = ("masked", "vit", "convnext")
-ARMS = {"masked": "noble:rank=4", "vit": "noble:rank=4", "convnext": LAST_STAGE}
+ARMS = {"masked": "noble:rank=4", "vit": "noble:rank=4", "convnext": helpers.LAST_STAGE}
 
 
 def make_task(kind, root, **fields):
     if kind == "masked":
         path = root / "corpus.txt"
-        path = path if path.exists() else corpus(root)
-        return masked_task(path, cache_dir=str(root / "cache"), sizes={"dropout": 0.1})
+        path = path if path.exists() else helpers.corpus(root)
+        return helpers.masked_task(path, cache_dir=str(root / "cache"), sizes={"dropout": 0.1})
     varied = {"crop": "resized", "flip": True}
     if kind == "vit":
-        return image_task(root, varied, backbone={"dropout": 0.1}, **fields)
-    return image_task(root, varied, convnext={"drop_path": 0.2}, **fields)
+        return helpers.image_task(root, varied, backbone={"dropout": 0.1}, **fields)
+    return helpers.image_task(root, varied, convnext={"drop_path": 0.2}, **fields)
 
 
 @pytest.mark.parametrize("kind", ["masked", "vit"])
@@ -46,7 +38,7 @@ def test_arms_see_the_same_data_in_every_micro_batch(tmp_path, kind):
     for name, settings in {"a": {}, "b": {"gradient_accumulation": 2}, "seed": {"seed": 1}}.items():
         SEEN.clear()
         arm = f"training_helpers:spy,draws={100 * (name == 'b')}"
-        run_training(recipe(task, arm, **settings), tmp_path / name, quiet=True)
+        run_training(helpers.recipe(task, arm, **settings), tmp_path / name, quiet=True)
         names = ("labels", "input_ids" if kind == "masked" else "pixel_values")
         seen[name] = {each: torch.cat([batch[each] for batch in SEEN]) for each in names}
     for name, one in seen["a"].items():
@@ -62,22 +54,22 @@ def test_arms_see_the_same_data_in_every_micro_batch(tmp_path, kind):
 def test_run_resumes_exactly_and_its_model_loads_in_a_fresh_process(tmp_path, kind):
     # 60 texts are about 400 sequences: the batches go through them more than once.
     settings = {"batch_size": 80 if kind == "masked" else 12, "steps": 12, "save_every": 6, "eval_every": 6}
-    own = recipe(make_task(kind, tmp_path), ARMS[kind], **settings)
+    own = helpers.recipe(make_task(kind, tmp_path), ARMS[kind], **settings)
     run_training(own, tmp_path / "whole", quiet=True)
-    assert_resumes_exactly(own, tmp_path / "whole", tmp_path / "cut")
+    helpers.assert_resumes_exactly(own, tmp_path / "whole", tmp_path / "cut")
     folder, masked = tmp_path / "whole" / "model", kind == "masked"
     inputs = {"input_ids": torch.randint(5, 200, (2, 16))} if masked else {"pixel_values": torch.randn(2, 1, 8, 8)}
     with torch.no_grad():
         expected = load_model(folder)(**inputs).logits
     auto = "AutoModelForMaskedLM" if masked else "AutoModelForImageClassification"
-    name, logits = logits_in_a_fresh_process(folder, auto, inputs)
+    name, logits = helpers.logits_in_a_fresh_process(folder, auto, inputs)
     short = {"masked": "EuroBertForMaskedLM", "vit": "ViTForImageClassification"}
     assert name == f"NonlinearLowrank{short.get(kind, 'ConvNextForImageClassification')}"
     assert torch.equal(logits, expected)
 
 
 def test_masked_evaluation_is_the_mean_over_the_masked_tokens(tmp_path):
-    own = recipe(make_task("masked", tmp_path))
+    own = helpers.recipe(make_task("masked", tmp_path))
     prepared = own.task.prepare(progress=False)
     assert len(prepared.valid) == 7, "no multiple of the batch"
     result = run_training(own, tmp_path / "run", prepared=prepared, quiet=True)
@@ -92,8 +84,8 @@ def test_masked_evaluation_is_the_mean_over_the_masked_tokens(tmp_path):
 
 
 def test_image_run_reports_losses_with_and_without_augmentation(tmp_path):
-    own = image_task(tmp_path, {"randaugment": 0})
-    result = run_training(recipe(own, steps=60, eval_every=20, save_every=60), tmp_path / "run", quiet=True)
+    own = helpers.image_task(tmp_path, {"randaugment": 0})
+    result = run_training(helpers.recipe(own, steps=60, eval_every=20, save_every=60), tmp_path / "run", quiet=True)
     assert TrainResult.from_json((tmp_path / "run" / "result.json").read_text()) == result
     assert [step for step, _ in result.plain_curve] == [20, 40, 60]
     prepared, model = own.prepare(), load_model(tmp_path / "run" / "model")
@@ -109,7 +101,7 @@ def test_image_run_reports_losses_with_and_without_augmentation(tmp_path):
 
 
 def test_comparison_reports_both_training_losses(tmp_path):
-    own = recipe(image_task(tmp_path), log_every=1, save_every=6)
+    own = helpers.recipe(helpers.image_task(tmp_path), log_every=1, save_every=6)
     arms = [Arm.parse("baseline"), Arm.parse("noble:rank=4")]
     record = compare(own, tmp_path / "out", arms=arms, seeds=2, timing_rounds=2, quiet=True).results
     report = (tmp_path / "out" / "report.md").read_text()
@@ -132,10 +124,10 @@ def test_comparison_reports_both_training_losses(tmp_path):
 
 def test_odd_batches_are_refused_where_pairs_are_mixed(tmp_path):
     with pytest.raises(UserError, match="takes 3 images at once"):
-        run_training(recipe(image_task(tmp_path), batch_size=3), tmp_path / "run", quiet=True)
+        run_training(helpers.recipe(helpers.image_task(tmp_path), batch_size=3), tmp_path / "run", quiet=True)
     assert not (tmp_path / "run").exists()
-    plain = image_task(tmp_path, {"randaugment": 0, "mixup": 0.0, "cutmix": 0.0})
-    run_training(recipe(plain, batch_size=3, steps=1), tmp_path / "run", quiet=True)
+    plain = helpers.image_task(tmp_path, {"randaugment": 0, "mixup": 0.0, "cutmix": 0.0})
+    run_training(helpers.recipe(plain, batch_size=3, steps=1), tmp_path / "run", quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +146,7 @@ def test_odd_batches_are_refused_where_pairs_are_mixed(tmp_path):
 )
 def test_command_trains_and_evaluate_repeats(tmp_path, capsys, monkeypatch, name, score, key, said, options):
     monkeypatch.setenv("NLR_CACHE", str(tmp_path / "cache"))
-    source = corpus(tmp_path) if name == "mlm-demo" else finetune_helpers.image_file(tmp_path / "images.npz")
+    source = helpers.corpus(tmp_path) if name == "mlm-demo" else finetune_helpers.image_file(tmp_path / "images.npz")
     run, sizes = str(tmp_path / "run"), "--layers 1 --width 16 --heads 2 --hidden 16 --tracker none --arm noble:rank=4"
     arguments = ["train", name, "--out", run, *sizes.split(), *options.split(), "--source", str(source)]
     out = succeed(capsys, *arguments)

@@ -6,17 +6,8 @@ import os
 
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForImageTextToText,
-    CLIPConfig,
-    CLIPModel,
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlavaConfig,
-    Wav2Vec2Config,
-    Wav2Vec2Model,
-)
 
 import nonlinear_lowrank as nlr
 from model_helpers import FAMILIES, auto_class, batch, llama, randomised
@@ -127,20 +118,20 @@ def test_converting_to_fitted_activations_moves_the_outputs(plain, tmp_path):
 
 
 def test_converting_models_of_text_and_images_and_refusing_what_cannot_be_measured(tmp_path):
-    vision = CLIPVisionConfig(**SIZES, image_size=16, patch_size=4)
-    text = LlamaConfig(**SIZES, vocab_size=67, max_position_embeddings=20)
-    llava = LlavaConfig(vision_config=vision, text_config=text, image_token_index=66)
-    clip = CLIPConfig(vision_config=vision.to_dict(), text_config={**SIZES, "vocab_size": 67}, projection_dim=16)
+    vision = hf.CLIPVisionConfig(**SIZES, image_size=16, patch_size=4)
+    text = hf.LlamaConfig(**SIZES, vocab_size=67, max_position_embeddings=20)
+    llava = hf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=66)
+    clip = hf.CLIPConfig(vision_config=vision.to_dict(), text_config={**SIZES, "vocab_size": 67}, projection_dim=16)
     for model, measured in (
-        (AutoModelForImageTextToText.from_config(llava), "logits (2, 20, 67)"),
-        (CLIPModel(clip), "logits_per_image (2, 2)"),
+        (hf.AutoModelForImageTextToText.from_config(llava), "logits (2, 20, 67)"),
+        (hf.CLIPModel(clip), "logits_per_image (2, 2)"),
     ):
         written(model, tmp_path / model.config.model_type)
         report = convert(tmp_path / model.config.model_type, tmp_path / "out", NOBLE, overwrite=True)
         assert report.measured == measured
         assert report.bit_equal
     waves = {"conv_dim": (32,), "conv_stride": (5,), "conv_kernel": (5,), "num_conv_pos_embedding_groups": 4}
-    written(Wav2Vec2Model(Wav2Vec2Config(**SIZES, **waves, vocab_size=9)), tmp_path / "waves")
+    written(hf.Wav2Vec2Model(hf.Wav2Vec2Config(**SIZES, **waves, vocab_size=9)), tmp_path / "waves")
     assert_refused("cannot measure Wav2Vec2Model", convert, tmp_path / "waves", tmp_path / "no", NOBLE)
     assert names_of(tmp_path) == {"llava", "clip", "out", "waves"}
 

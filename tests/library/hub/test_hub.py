@@ -8,18 +8,9 @@ import pickle
 
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GlmForCausalLM,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import nonlinear_lowrank as nlr
@@ -78,7 +69,7 @@ def test_loading_puts_a_backbone_under_another_head_and_records_as_before(saved,
     assert loaded.config.architectures == [type(model).__name__]
     assert loaded.config.model_type == f"nonlinear_lowrank_{FAMILIES[name]().config.model_type}"
     assert not loaded.training
-    AutoModel.from_pretrained(folder).save_pretrained(tmp_path)
+    hf.AutoModel.from_pretrained(folder).save_pretrained(tmp_path)
     headed = auto_class(name).from_pretrained(tmp_path)  # the head is new, or tied
     assert all(torch.isfinite(parameter).all() for parameter in headed.parameters())
     inputs = batch(model)
@@ -93,7 +84,7 @@ def test_loading_puts_a_backbone_under_another_head_and_records_as_before(saved,
 def test_loading_makes_a_language_model_a_classifier(saved):
     folder, model = saved["llama"]
     inputs = batch(model)
-    classifier = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)
+    classifier = hf.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)
     assert type(classifier).__name__ == "NonlinearLowrankLlamaForSequenceClassification"
     assert classifier.score.weight.shape == (3, 32)
     assert classifier.score.weight.std() < 0.03
@@ -129,7 +120,7 @@ def test_loading_is_strict(saved, tmp_path, lost, added, shape):
     tensors |= {f"model.{added}": torch.zeros(shape)} if added else {}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     options = {"ignore_mismatched_sizes": True} if shape == (4, 4) else {}
-    for auto in (AutoModelForCausalLM, AutoModel):
+    for auto in (hf.AutoModelForCausalLM, hf.AutoModel):
         with pytest.raises(nlr.UserError, match=r"does not fit NonlinearLowrankGlm.*(missing|extra|another size)"):
             auto.from_pretrained(tmp_path, **options)
     with pytest.raises(nlr.UserError) as caught:
@@ -143,14 +134,14 @@ def test_loading_returns_what_is_missing_when_asked(saved, tmp_path):
     lost = "model.layers.0.self_attn.q_proj.noble_up"
     del tensors[lost]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    _, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    _, info = hf.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert info["missing_keys"] == {lost}
 
 
 @pytest.mark.parametrize("init", ["scratch", "pretrained"])
 def test_an_empty_state_dict_draws_every_tensor(init):
-    config = T5Config(vocab_size=99, d_model=32, d_ff=64, d_kv=8, num_heads=4, num_layers=2)
-    plain = T5ForConditionalGeneration(config)
+    config = hf.T5Config(vocab_size=99, d_model=32, d_ff=64, d_kv=8, num_heads=4, num_layers=2)
+    plain = hf.T5ForConditionalGeneration(config)
     nlr.augment(plain, nlr.NobleConfig(rank=24, init=init), verbose=False)
     drawn = type(plain).from_pretrained(None, config=plain.config, state_dict={})
     for name, tensor in drawn.named_parameters():
@@ -159,9 +150,9 @@ def test_an_empty_state_dict_draws_every_tensor(init):
 
 
 def test_loading_takes_the_constructors_arguments(saved):
-    loaded = AutoModel.from_pretrained(saved["vit"][0], use_mask_token=True)
+    loaded = hf.AutoModel.from_pretrained(saved["vit"][0], use_mask_token=True)
     assert loaded.embeddings.mask_token.isfinite().all()
-    backbone = AutoModel.from_pretrained(saved["vit"][0])
+    backbone = hf.AutoModel.from_pretrained(saved["vit"][0])
     assert backbone.embeddings.mask_token is None
 
 
@@ -191,22 +182,22 @@ def test_copies_and_pickles_compute_the_same():
 
 def test_augmenting_keeps_other_models_of_the_config_plain(tmp_path):
     config = llama().config
-    one, two = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    one, two = hf.LlamaForCausalLM(config), hf.LlamaForCausalLM(config)
     nlr.augment(one, nlr.NobleConfig(rank=3), verbose=False)
-    assert type(two) is LlamaForCausalLM
+    assert type(two) is hf.LlamaForCausalLM
     assert two.config is config
     assert config.model_type == "llama"
     assert not hasattr(config, "nonlinear_lowrank")
     assert one.model.config is one.config
     assert one.model.layers[0].self_attn.config is one.config
     two.save_pretrained(tmp_path)
-    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is LlamaForCausalLM
+    assert type(hf.AutoModelForCausalLM.from_pretrained(tmp_path)) is hf.LlamaForCausalLM
 
 
 def test_trainer_finds_the_loss_of_the_base(saved):
     # Trainer shifts labels under label smoothing for the classes of this table only.
     assert type(saved["glm"][1]).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    assert saved["glm"][1].loss_type == GlmForCausalLM(glm().config).loss_type == "ForCausalLM"
+    assert saved["glm"][1].loss_type == hf.GlmForCausalLM(glm().config).loss_type == "ForCausalLM"
     assert saved["llama"][1].can_generate()
 
 
@@ -216,7 +207,7 @@ def test_load_model_takes_plain_models_and_options(tmp_path):
     assert (tmp_path / "shards" / "model.safetensors.index.json").is_file()
     assert hub.load_model(tmp_path / "shards").state_dict().keys() == model.state_dict().keys()
     model.save_pretrained(tmp_path)
-    assert type(hub.load_model(tmp_path)) is LlamaForCausalLM
+    assert type(hub.load_model(tmp_path)) is hf.LlamaForCausalLM
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -227,7 +218,7 @@ def test_load_tokenizer_reads_whole_files_alone(saved, tmp_path):
     saved["llama"][1].save_pretrained(tmp_path)
     assert_refused("has no tokenizer", hub.load_tokenizer, tmp_path)
     inner = Tokenizer(models.WordLevel({"<unk>": 0, "one": 1}, unk_token="<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>").save_pretrained(tmp_path)
+    hf.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>").save_pretrained(tmp_path)
     assert hub.load_tokenizer(tmp_path)("one")["input_ids"] == [1]
     for text in ('{"version": "1.0"}', "{"):
         (tmp_path / "tokenizer.json").write_text(text)

@@ -5,17 +5,10 @@ from functools import partial
 
 import pytest
 import torch
+import transformers as hf
 from peft import LoraConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from safetensors.torch import load_file, save_file
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 from adapter_helpers import FAMILIES, PEFT_WARNINGS, ROWS, batch
 from cli_helpers import run
@@ -101,7 +94,7 @@ def test_merging_rounds_to_a_narrower_type_once(tmp_path, kind, stored, dtype):
 )
 def test_merging_gives_a_tied_head_a_weight_of_its_own(tmp_path, kind, targets, whole):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    base = LlamaForCausalLM(LlamaConfig(vocab_size=40, tie_word_embeddings=True, **sizes)).double()
+    base = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=40, tie_word_embeddings=True, **sizes)).double()
     base.save_pretrained(tmp_path / "base")
     model = get_peft_model(base, kind(r=4, target_modules=targets, modules_to_save=whole, task_type="CAUSAL_LM")).eval()
     inputs = {"input_ids": torch.randint(0, 40, (2, 9))}
@@ -114,7 +107,7 @@ def test_merging_gives_a_tied_head_a_weight_of_its_own(tmp_path, kind, targets, 
     report = merge_adapter(tmp_path / "adapter", tmp_path / "out", base=str(tmp_path / "base"))
     assert report.difference <= 1e-9 * report.scale
     assert "the output head has a weight of its own now" in str(report)
-    merged = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
+    merged = hf.LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert not torch.equal(merged.lm_head.weight, merged.model.embed_tokens.weight)
     with torch.no_grad():
         assert_close_by_norm(merged(**inputs).logits, expected)
@@ -122,7 +115,7 @@ def test_merging_gives_a_tied_head_a_weight_of_its_own(tmp_path, kind, targets, 
 
 def test_merging_refuses_other_shared_weights(tmp_path, monkeypatch):
     adapter, _, _ = make_adapter(tmp_path, SINE)
-    load = LlamaForCausalLM.from_pretrained.__func__
+    load = hf.LlamaForCausalLM.from_pretrained.__func__
 
     def tied(cls, *args, **options):
         model = load(cls, *args, **options)
@@ -130,7 +123,7 @@ def test_merging_refuses_other_shared_weights(tmp_path, monkeypatch):
         attention.o_proj.weight = attention.q_proj.weight
         return model
 
-    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", classmethod(tied))
+    monkeypatch.setattr(hf.LlamaForCausalLM, "from_pretrained", classmethod(tied))
     with pytest.raises(UserError, match=r"q_proj, whose weight .*o_proj has too; use the adapter unmerged"):
         merge_adapter(adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -162,9 +155,11 @@ def test_merging_refuses_other_outputs(tmp_path, monkeypatch, place, name, messa
 
 
 def test_merging_keeps_what_transformers_has_in_float32(tmp_path):
-    config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    T5ForConditionalGeneration(config).half().save_pretrained(tmp_path / "base")
-    base = T5ForConditionalGeneration.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    config = hf.T5Config(
+        vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    hf.T5ForConditionalGeneration(config).half().save_pretrained(tmp_path / "base")
+    base = hf.T5ForConditionalGeneration.from_pretrained(tmp_path / "base", dtype=torch.float32)
     model = get_peft_model(base, LORA(r=2, target_modules=["q", "wo"], task_type="SEQ_2_SEQ_LM"))
     model.save_pretrained(tmp_path / "adapter")
     merge_adapter(tmp_path / "adapter", tmp_path / "out", base=str(tmp_path / "base"))
@@ -177,8 +172,8 @@ def test_merging_keeps_what_transformers_has_in_float32(tmp_path):
 
 def test_merging_measures_pixels_in_a_narrower_type(tmp_path):
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
-    ViTForImageClassification(ViTConfig(image_size=32, patch_size=16, **sizes)).save_pretrained(tmp_path / "base")
-    base = ViTForImageClassification.from_pretrained(tmp_path / "base")
+    hf.ViTForImageClassification(hf.ViTConfig(image_size=32, patch_size=16, **sizes)).save_pretrained(tmp_path / "base")
+    base = hf.ViTForImageClassification.from_pretrained(tmp_path / "base")
     get_peft_model(base, LORA(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
     report = merge_adapter(tmp_path / "adapter", tmp_path / "out", dtype="bfloat16")
     assert 0 < report.difference < 0.1 * report.scale

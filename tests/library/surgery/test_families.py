@@ -5,31 +5,14 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 
+import family_checks as checks
 import nonlinear_lowrank as nlr
-from family_checks import (
-    RANK,
-    TENSORS_OF_A_BRANCH,
-    augmented,
-    branch_tensors,
-    branches,
-    check_cells,
-    enlarge_branches,
-    generated,
-    names_on_disk,
-    outputs,
-    quantized,
-    realigned,
-    same,
-    skipped,
-    train_a_step,
-    without_effect,
-)
 from family_helpers import FAMILIES, REFUSED
 
 TAKEN = [name for name in FAMILIES if name not in REFUSED]
 # Their steps from a cache differ from those without one, in plain models too.
 CACHES_DIFFER = ("rwkv", "prophetnet")
-OTHER_METHODS = {"sine": nlr.SineLowRankConfig(rank=RANK), "query": nlr.NonlinearQueryConfig()}
+OTHER_METHODS = {"sine": nlr.SineLowRankConfig(rank=checks.RANK), "query": nlr.NonlinearQueryConfig()}
 OTHER_METHODS["rational"] = nlr.RationalConfig(groups=4)
 OTHER_FAMILIES = (
     *("llama", "glm", "gemma2", "phi3", "gpt2", "gpt_neox", "opt", "mpt", "mixtral", "gpt_oss", "deepseek_v3", "mamba"),
@@ -51,41 +34,41 @@ every_family = pytest.mark.parametrize("name", TAKEN)
 
 @every_family
 def test_every_branch_acts_and_trains(name):
-    model, report = augmented(name)
+    model, report = checks.augmented(name)
     inputs = FAMILIES[name].inputs(model)
     layers = {id(model.get_submodule(each)) for each in report.swapped}
-    assert layers == {id(layer) for layer in branches(model).values()}
-    experts = sum(hasattr(layer, "down_proj") for layer in branches(model).values())
-    assert len(branch_tensors(model)) == TENSORS_OF_A_BRANCH * (len(layers) + experts)
+    assert layers == {id(layer) for layer in checks.branches(model).values()}
+    experts = sum(hasattr(layer, "down_proj") for layer in checks.branches(model).values())
+    assert len(checks.branch_tensors(model)) == checks.TENSORS_OF_A_BRANCH * (len(layers) + experts)
     optimizer = torch.optim.AdamW(nlr.param_groups(model, lr=1e-3, verbose=False))
-    train_a_step(model, optimizer, inputs)
-    train_a_step(model, optimizer, inputs)
-    assert without_effect(enlarge_branches(model.eval()), inputs) == []
+    checks.train_a_step(model, optimizer, inputs)
+    checks.train_a_step(model, optimizer, inputs)
+    assert checks.without_effect(checks.enlarge_branches(model.eval()), inputs) == []
     share = 100 * report.reached_parameters / report.body_parameters
     cells = {"class": type(FAMILIES[name].build()).__name__, "swapped": str(len(report.swapped))}
-    check_cells(name, cells | {"skipped": skipped(report), "reached": f"{share:.0f} %", "step": "yes"})
+    checks.check_cells(name, cells | {"skipped": checks.skipped(report), "reached": f"{share:.0f} %", "step": "yes"})
 
 
 @every_family
 def test_a_saved_model_is_loaded_bit_equal_and_generates(name, tmp_path):
     family = FAMILIES[name]
     family.build().save_pretrained(tmp_path / "plain")
-    model, _ = augmented(name)
+    model, _ = checks.augmented(name)
     inputs = family.inputs(model)
-    enlarge_branches(model).save_pretrained(tmp_path / "augmented")
-    assert names_on_disk(tmp_path / "plain") - names_on_disk(tmp_path / "augmented") == set()
-    loaded = realigned(family.auto_class.from_pretrained(tmp_path / "augmented"))
+    checks.enlarge_branches(model).save_pretrained(tmp_path / "augmented")
+    assert checks.names_on_disk(tmp_path / "plain") - checks.names_on_disk(tmp_path / "augmented") == set()
+    loaded = checks.realigned(family.auto_class.from_pretrained(tmp_path / "augmented"))
     assert type(loaded) is type(model)
-    assert same(loaded.state_dict().values(), model.state_dict().values())
-    equal = same(outputs(loaded, inputs), outputs(model, inputs))
+    assert checks.same(loaded.state_dict().values(), model.state_dict().values())
+    equal = checks.same(checks.outputs(loaded, inputs), checks.outputs(model, inputs))
     assert equal
     loaded.save_pretrained(tmp_path / "again")
-    assert names_on_disk(tmp_path / "again") == names_on_disk(tmp_path / "augmented")
+    assert checks.names_on_disk(tmp_path / "again") == checks.names_on_disk(tmp_path / "augmented")
     if family.generates:
-        tokens = generated(model, inputs)
-        assert generated(loaded, inputs) == tokens
-        assert name in CACHES_DIFFER or generated(loaded, inputs, use_cache=False) == tokens
-    check_cells(name, {"save, load": "bit-equal", "generates": "the same" if family.generates else "-"})
+        tokens = checks.generated(model, inputs)
+        assert checks.generated(loaded, inputs) == tokens
+        assert name in CACHES_DIFFER or checks.generated(loaded, inputs, use_cache=False) == tokens
+    checks.check_cells(name, {"save, load": "bit-equal", "generates": "the same" if family.generates else "-"})
 
 
 @pytest.mark.parametrize("method", OTHER_METHODS)
@@ -99,14 +82,14 @@ def test_other_methods_act_or_are_refused_by_name(name, method):
     report = nlr.augment(model, OTHER_METHODS[method], verbose=False)
     torch.manual_seed(2)
     inputs = FAMILIES[name].inputs(model)
-    before = outputs(model, inputs)
+    before = checks.outputs(model, inputs)
     for layer in {id(model.get_submodule(each)): model.get_submodule(each) for each in report.swapped}.values():
         own = [value for part, value in layer.named_parameters() if not part.endswith("bias")]
         kept = [value.detach().clone() for value in own]
         with torch.no_grad():
             for value in own:
                 value.add_(torch.randn_like(value), alpha=0.2)
-            assert not same(outputs(model, inputs), before)
+            assert not checks.same(checks.outputs(model, inputs), before)
             for value, old in zip(own, kept, strict=True):
                 value.copy_(old)
     model.train()(**inputs).loss.backward()
@@ -120,13 +103,13 @@ def test_other_methods_act_or_are_refused_by_name(name, method):
 def test_models_without_linears_are_refused_by_name(name):
     model = FAMILIES[name].build()
     with pytest.raises(nlr.UserError, match=f"nothing to swap in this {type(model).__name__}") as refused:
-        nlr.augment(model, nlr.NobleConfig(rank=RANK), verbose=False)
-    check_cells(name, {"class": type(model).__name__, "swapped": "0", "skipped": f"refused: {refused.value}"})
+        nlr.augment(model, nlr.NobleConfig(rank=checks.RANK), verbose=False)
+    checks.check_cells(name, {"class": type(model).__name__, "swapped": "0", "skipped": f"refused: {refused.value}"})
 
 
 def test_the_page_has_every_family():
     for name, family in FAMILIES.items():
-        check_cells(name, {"family": name})
+        checks.check_cells(name, {"family": name})
         assert family.kind in ("causal", "masked", "seq2seq", "vision", "audio")
     assert len(FAMILIES) >= 45
 
@@ -169,52 +152,52 @@ def to_fake_quantized(model):
     return "FakeQuantizedLinear"
 
 
-@quantized
+@checks.quantized
 @pytest.mark.parametrize("column", ["float8", "QAT"])
 @every_family
 def test_converted_models_train_and_keep_their_branches(name, column, tmp_path):
-    model, _ = augmented(name)
+    model, _ = checks.augmented(name)
     inputs = FAMILIES[name].inputs(model)
-    before = {name: value.detach().clone() for name, value in branch_tensors(model).items()}
+    before = {name: value.detach().clone() for name, value in checks.branch_tensors(model).items()}
     kind = {"float8": to_float8, "QAT": to_fake_quantized}[column](model)
-    assert branch_tensors(model).keys() == before.keys()
-    assert same(branch_tensors(model).values(), before.values())
-    layers = branches(model).values()
+    assert checks.branch_tensors(model).keys() == before.keys()
+    assert checks.same(checks.branch_tensors(model).values(), before.values())
+    layers = checks.branches(model).values()
     converted = sum(type(each.dense).__name__ == kind for each in layers)
     linears = [each for each in layers if isinstance(each, nlr.NobleLinear)]
     assert converted == sum(column == "QAT" or all(size % 16 == 0 for size in each.weight.shape) for each in linears)
-    train_a_step(model, torch.optim.AdamW(nlr.param_groups(model, lr=1e-3, verbose=False)), inputs)
+    checks.train_a_step(model, torch.optim.AdamW(nlr.param_groups(model, lr=1e-3, verbose=False)), inputs)
     model.save_pretrained(tmp_path)
     loaded = FAMILIES[name].auto_class.from_pretrained(tmp_path)
-    assert same(loaded.state_dict().values(), model.state_dict().values())
-    check_cells(name, {column: f"{converted} of {len(layers)}"})
+    assert checks.same(loaded.state_dict().values(), model.state_dict().values())
+    checks.check_cells(name, {column: f"{converted} of {len(layers)}"})
 
 
-@quantized
+@checks.quantized
 @pytest.mark.parametrize("name", BITSANDBYTES)
 def test_bitsandbytes_quantizes_the_dense_parts_only(name, tmp_path):
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    model, _ = augmented(name, **BITSANDBYTES[name])
-    enlarge_branches(model).save_pretrained(tmp_path)
+    model, _ = checks.augmented(name, **BITSANDBYTES[name])
+    checks.enlarge_branches(model).save_pretrained(tmp_path)
     inputs = FAMILIES[name].inputs(model)
     for layer, settings, error in BITS.values():
         config = BitsAndBytesConfig(**settings)
         loaded = FAMILIES[name].auto_class.from_pretrained(tmp_path, quantization_config=config)
-        assert same(branch_tensors(loaded).values(), branch_tensors(model).values())
-        quantized = [isinstance(each.dense, getattr(bitsandbytes.nn, layer)) for each in branches(loaded).values()]
-        assert sum(quantized) == len(quantized) - (2 * 2 if name == "t5" else 0), "T5 keeps its wo in float"
-        assert without_effect(loaded, inputs) == []
-        for found, expected in zip(outputs(loaded, inputs), outputs(model, inputs), strict=True):
+        assert checks.same(checks.branch_tensors(loaded).values(), checks.branch_tensors(model).values())
+        taken = [isinstance(each.dense, getattr(bitsandbytes.nn, layer)) for each in checks.branches(loaded).values()]
+        assert sum(taken) == len(taken) - (2 * 2 if name == "t5" else 0), "T5 keeps its wo in float"
+        assert checks.without_effect(loaded, inputs) == []
+        for found, expected in zip(checks.outputs(loaded, inputs), checks.outputs(model, inputs), strict=True):
             assert (found - expected).norm() < error * expected.norm()
 
 
-@quantized
+@checks.quantized
 def test_modules_that_bitsandbytes_is_told_to_skip_stay(tmp_path):
-    model, _ = augmented("llama")
+    model, _ = checks.augmented("llama")
     model.save_pretrained(tmp_path)
     config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["q_proj", "lm_head"])
     loaded = FAMILIES["llama"].auto_class.from_pretrained(tmp_path, quantization_config=config)
-    kinds = {name.rpartition(".")[2]: type(layer.dense).__name__ for name, layer in branches(loaded).items()}
+    kinds = {name.rpartition(".")[2]: type(layer.dense).__name__ for name, layer in checks.branches(loaded).items()}
     assert {name for name, kind in kinds.items() if kind == "Linear"} == {"q_proj"}
     assert config.llm_int8_skip_modules == ["q_proj", "lm_head"], "the user's own is not changed"
 
@@ -223,22 +206,22 @@ def in_8_bits(name, folder):
     return FAMILIES[name].auto_class.from_pretrained(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
 
 
-@quantized
+@checks.quantized
 @every_family
 def test_every_family_loads_in_8_bits_with_its_branches(name, tmp_path):
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    model, _ = augmented(name)
+    model, _ = checks.augmented(name)
     model.save_pretrained(tmp_path / "augmented")
     loaded = in_8_bits(name, tmp_path / "augmented")
-    assert same(branch_tensors(loaded).values(), branch_tensors(model).values())
-    quantized = [isinstance(each.dense, bitsandbytes.nn.Linear8bitLt) for each in branches(loaded).values()]
-    cell = f"{sum(quantized)} of {len(quantized)}"
+    assert checks.same(checks.branch_tensors(loaded).values(), checks.branch_tensors(model).values())
+    taken = [isinstance(each.dense, bitsandbytes.nn.Linear8bitLt) for each in checks.branches(loaded).values()]
+    cell = f"{sum(taken)} of {len(taken)}"
     plain = FAMILIES[name].build()
     plain.save_pretrained(tmp_path / "plain")
     try:  # not where code reads weights or reshapes outputs
-        outputs(in_8_bits(name, tmp_path / "plain"), FAMILIES[name].inputs(plain))
+        checks.outputs(in_8_bits(name, tmp_path / "plain"), FAMILIES[name].inputs(plain))
     except (RuntimeError, IndexError):
         cell += ", not run: nor is the plain model"
     else:
-        assert all(each.isfinite().all() for each in outputs(loaded, FAMILIES[name].inputs(model)))
-    check_cells(name, {"bitsandbytes": cell})
+        assert all(each.isfinite().all() for each in checks.outputs(loaded, FAMILIES[name].inputs(model)))
+    checks.check_cells(name, {"bitsandbytes": cell})
