@@ -215,13 +215,9 @@ def _other_base(root):
     return _broken(root, base_model_name_or_path=str(root / "gpt2"))
 
 
-def _nan(tensors):
-    next(iter(tensors.values())).view(-1).fill_(float("nan"))
-
-
 REFUSED = {
     "noble": (lambda root: make_adapter(root, ROWS[0])[0], "NOBLE adapter, which cannot be merged"),
-    "nan": (partial(_broken, change=_nan), "not finite"),
+    "nan": (partial(_broken, change=lambda tensors: tensors[min(tensors)].fill_(float("nan"))), "not finite"),
     "half": (partial(_broken, change=lambda tensors: tensors.pop(min(tensors))), "another base model or config"),
     "no base": (partial(_broken, base_model_name_or_path=None), "names no base model"),
     "no type": (partial(_broken, peft_type="NLR_NOTHING"), "peft knows no peft_type 'NLR_NOTHING'"),

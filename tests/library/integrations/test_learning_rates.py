@@ -74,10 +74,6 @@ def frozen():
     return model
 
 
-def trained(model):
-    return [each for each in model.parameters() if each.requires_grad]
-
-
 ONES = {"up_lr_power": 0, "mix_lr_power": 0, "frequency_lr": 1, "phase_lr": 1}
 CALM = {
     "plain": lambda: nn.Sequential(nn.Linear(16, 12), nn.Linear(12, 8)),
@@ -99,7 +95,8 @@ def test_groups_of_ours_and_what_has_no_multipliers_are_not_warned_of(name):
     model = make()
     assert not warned(model, AdamW(nlr.param_groups(model, lr=3e-4, weight_decay=0.1, verbose=False)))
     model = make()
-    assert len(warned(model, AdamW(trained(model)))) == (name in WITH_MULTIPLIERS)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    assert len(warned(model, AdamW(trained))) == (name in WITH_MULTIPLIERS)
 
 
 def test_muon_and_a_ratio_of_ones_own_are_not_warned_of():

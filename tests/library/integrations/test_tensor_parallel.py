@@ -68,7 +68,9 @@ def train(model):
         optimizer.zero_grad()
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
-        squares = [whole(each.grad).square().sum().item() for each in model.parameters()]
+        gradients = [each.grad for each in model.parameters()]
+        whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in gradients]
+        squares = [each.square().sum().item() for each in whole]
         numbers += [loss.item(), sum(squares)]
         optimizer.step()
     with torch.no_grad():
@@ -77,10 +79,6 @@ def train(model):
         with nlr.branches_disabled(model) if branches else nullcontext():
             numbers.append(model(input_ids=tokens).logits.square().sum().item())
     return numbers
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def test_the_numbers_of_one_process(tmp_path):

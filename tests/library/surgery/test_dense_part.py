@@ -17,11 +17,8 @@ from model_helpers import FAMILIES
 from nonlinear_lowrank import NobleConfig, NobleConv1D, NobleLinear
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in PEFT_WARNINGS]
-CONFIGS = {
-    "add": NobleConfig(rank=4),
-    "biased": NobleConfig(rank=4, up_bias=True, output_scale=1.5),
-    "gated": NobleConfig(rank=4, fusion="gated", activation="silu"),
-}
+CONFIGS = {"add": NobleConfig(rank=4), "biased": NobleConfig(rank=4, up_bias=True, output_scale=1.5)}
+CONFIGS["gated"] = NobleConfig(rank=4, fusion="gated", activation="silu")
 
 
 class Doubling(nn.Linear):
