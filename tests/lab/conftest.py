@@ -1,8 +1,14 @@
-"""Shared by the tests of the workbench: tiny checkpoints and data, made once a file."""
+"""Shared by the tests of the workbench: a generator, and tiny checkpoints and data, made once a file."""
 
 import pytest
 
 import finetune_helpers
+import seeds
+
+
+@pytest.fixture
+def rng():
+    return seeds.rng()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import pytest
 from scipy.integrate import quad
 from scipy.interpolate import Akima1DInterpolator
 
-import seeds
 from nlr_lab.compare.field_report import bd_psnr, bd_rate
 from refusals import assert_refused
 
@@ -14,11 +13,6 @@ from refusals import assert_refused
 PUBLISHED_PARAMETERS = [7_565, 26_259, 48_674, 138_334, 272_824]  # k = 1, 5, 10, 30, 60
 PUBLISHED_LOW_RANK = [14.00, 20.01, 22.12, 24.42, 25.59]
 PUBLISHED_SINE = [19.77, 23.11, 24.39, 25.86, 26.36]
-
-
-@pytest.fixture
-def rng():
-    return seeds.rng()
 
 
 def curve(rng, points=5, start=20.0):

@@ -8,18 +8,12 @@ import pytest
 from scipy import stats
 
 import nlr_lab.compare.statistics as pairs
-import seeds
 from compare_helpers import a_run
 from nlr_lab.bench.timing import paired_ratio
 
 
 def summarise(ratios, **options):
     return paired_ratio(ratios, [1.0] * len(ratios), **options)
-
-
-@pytest.fixture
-def rng():
-    return seeds.rng()
 
 
 def make_run(loss, total=1000, every=10, start=0):
