@@ -12,6 +12,7 @@ import model_helpers
 CONV = {"num_channels": 3, "hidden_sizes": [16, 32], "depths": [1, 2], "num_labels": 5}
 TEXT = {**model_helpers.SIZES, "vocab_size": 67, "intermediate_size": 48, "max_position_embeddings": 64}
 GATED = {**model_helpers.SIZES, **model_helpers.TOKENS, "intermediate_size": 48, "num_key_value_heads": 2}
+IMAGES = "AutoModelForImageClassification"
 RESNET = {"embedding_size": 16, "hidden_sizes": [16], "depths": [1], "layer_type": "basic", "num_labels": 5}
 VIT = {**model_helpers.SIZES, "intermediate_size": 48, "image_size": 16, "patch_size": 4}
 DISTILBERT = {"vocab_size": 67, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 64}
@@ -62,20 +63,27 @@ def inputs_of(model):
     return {"input_ids": torch.randint(2, model.config.vocab_size, (2, 9))}
 
 
-# What is skipped, and what cannot be swapped: class: (config, sizes, what is skipped and why, what calls functions).
+# What is skipped, and what cannot be swapped: (made, what is skipped and why, what calls functions).
 SKIPPED = {
-    "BertForSequenceClassification": ("BertConfig", TEXT, {"bert.pooler.activation": "pooler"}, {}),
-    "BertForMaskedLM": ("BertConfig", TEXT, {"cls.predictions.transform.transform_act_fn": "head"}, {}),
-    "RobertaForSequenceClassification": (
-        *("RobertaConfig", TEXT, {}, {"classifier": "RobertaClassificationHead calls tanh"}),
+    "bert-head-and-pooler": (
+        *(plain("BertForSequenceClassification", "BertConfig", **TEXT), {"bert.pooler.activation": "pooler"}, {}),
     ),
-    "DebertaV2ForSequenceClassification": (
-        *("DebertaV2Config", TEXT, {}, {"pooler": "ContextPooler looks its activation up in its forward"}),
+    "bert-mlm-head": (
+        *(plain("BertForMaskedLM", "BertConfig", **TEXT), {"cls.predictions.transform.transform_act_fn": "head"}, {}),
     ),
-    "DistilBertForSequenceClassification": (
-        *("DistilBertConfig", DISTILBERT, {}, {"": "DistilBertForSequenceClassification calls ReLU"}),
+    "roberta": (
+        plain("RobertaForSequenceClassification", "RobertaConfig", **TEXT),
+        *({}, {"classifier": "RobertaClassificationHead calls tanh"}),
     ),
-    "ViTModel": ("ViTConfig", VIT, {"pooler.activation": "pooler"}, {}),
+    "deberta-v2": (
+        plain("DebertaV2ForSequenceClassification", "DebertaV2Config", **TEXT),
+        *({}, {"pooler": "ContextPooler looks its activation up in its forward"}),
+    ),
+    "distilbert": (
+        plain("DistilBertForSequenceClassification", "DistilBertConfig", **DISTILBERT),
+        *({}, {"": "DistilBertForSequenceClassification calls ReLU"}),
+    ),
+    "vit-pooler": (plain("ViTModel", "ViTConfig", **VIT), {"pooler.activation": "pooler"}, {}),
 }
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import model_helpers
 import nonlinear_lowrank as nlr
-from activation_helpers import BERT_MLP, FOUND, LAYOUTS, SKIPPED, TEXT, inputs_of, plain, two
+from activation_helpers import BERT_MLP, FOUND, LAYOUTS, SKIPPED, TEXT, inputs_of, two
 from adapter_helpers import PEFT_WARNINGS
 from nlr_lab.plan.inspect import inspect_model
 from nonlinear_lowrank import RationalActivation, RationalConfig, UserError
@@ -79,8 +79,8 @@ def test_the_channels_are_where_the_neighbours_say(name):
 
 @pytest.mark.parametrize("name", SKIPPED)
 def test_poolers_heads_and_functions_are_skipped_and_named(name, capsys):
-    config, sizes, skipped, functional = SKIPPED[name]
-    model = plain(name, config, **sizes)().eval()
+    make, skipped, functional = SKIPPED[name]
+    model = make().eval()
     report = nlr.augment(model, RationalConfig(groups=4))
     assert capsys.readouterr().out == f"{report}\n"
     assert len(rational(model)) == len(report.swapped) == 2
