@@ -140,6 +140,12 @@ def die(model: nn.Module, at: int = 1) -> nn.Module:
     return before_training(model, at, lambda _: os.kill(os.getpid(), signal.SIGKILL)) if doomed else model
 
 
+def signalled(model: nn.Module, at: int = 1, number: int = signal.SIGTERM) -> nn.Module:
+    """With NLR_TEST_FAULT this process gets a signal before its `at`-th training batch."""
+    sent = os.environ.get("NLR_TEST_FAULT")
+    return before_training(model, at, lambda _: os.kill(os.getpid(), number)) if sent else model
+
+
 def lose_reader(model: nn.Module, at: int = 1) -> nn.Module:
     """With NLR_TEST_FAULT a process that reads data is killed before the `at`-th training batch."""
 

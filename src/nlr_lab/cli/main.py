@@ -3,8 +3,9 @@
 This file knows the commands by name, and how an error leaves the program; the
 file of a command is imported only when it runs, since torch and the Trainer take seconds to import.
 
-Exit codes: 0 done; 2 bad input, one line on stderr and nothing written; 130 interrupted, one line that says
-how to resume; 1 a bug or a failing machine, one line that names a file with the traceback.
+Exit codes: 0 done; 2 bad input, one line on stderr and nothing written; 130 interrupted, 143 terminated (128 and the
+signal's number), one line that says how to resume; 1 a bug or a failing machine, one line that names a file with the
+traceback.
 """
 
 import difflib
@@ -34,8 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _dispatch(arguments)
     except SystemExit as leaving:  # --help, printed by tyro
         return leaving.code if isinstance(leaving.code, int) else 0
-    except KeyboardInterrupt:
-        return _fail(f"interrupted; {_how_to_resume(arguments)}", 130)
+    except KeyboardInterrupt as error:
+        what, code = str(error) or "interrupted", getattr(error, "exit_code", 130)
+        return _fail(f"{what}; {_how_to_resume(arguments)}", code)
     except BrokenPipeError:
         # The reader (`| head`) has gone. Without this, the interpreter complains again while it shuts down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

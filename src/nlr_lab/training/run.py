@@ -22,6 +22,7 @@ from transformers.utils import logging, strtobool
 
 from nlr_lab.runtime.environment import cpu_threads, deterministic, many_compiled
 from nlr_lab.runtime.processes import on_rank_0, warn_of_restarts, world_size
+from nlr_lab.runtime.signals import StoppedBySignal, signals_noted
 from nlr_lab.runtime.storage import newest_valid, remove_temporaries
 from nonlinear_lowrank.analysis.cost import count_parameters
 from nonlinear_lowrank.errors import DivergedError, UserError
@@ -67,13 +68,14 @@ def run_training(
 
     Raises:
         OutOfTimeError: a UserError; `stop` said so.
+        StoppedBySignal: a KeyboardInterrupt; SIGTERM, SIGINT or SIGUSR1 came, and a checkpoint was written first.
         UserError: bad input, with nothing written; no room for a checkpoint, with the last good one kept; or
             `deterministic` is set and an operation has no such kernel.
         DivergedError: a UserError; the loss is no longer finite, or it rose for good and `stop_diverged` is set.
             result.json says so, checkpoints are kept.
     """
     folder, arm = RunFolder(Path(out), recipe), recipe.arm
-    with _surroundings(recipe.train):
+    with _surroundings(recipe.train), signals_noted() as wish:
         if _uses_deepspeed():
             deepspeed.check_engine(muon=uses_muon(recipe, arm), allowed=allow_torch_checkpoints)
         arguments = training_arguments(recipe, folder.path)
@@ -130,7 +132,7 @@ def run_training(
             config=train,
             checkpoints=folder.path / "checkpoints",
             optimizer_cls_and_kwargs=optimizer,
-            callbacks=[Schedule(train, stop), *([] if quiet else [progress])],
+            callbacks=[Schedule(train, stop, wish), *([] if quiet else [progress])],
         )
         trainer.remove_callback(PrinterCallback)
         try:
@@ -138,6 +140,8 @@ def run_training(
             result = _result(trainer, known, recipe)
             folder.export(trainer, prepared.tokenizer, result)
             folder.write_result(trainer, prepared, result)
+            if wish.number:  # in the last step: this run is whole, and what would follow is not wished for
+                raise StoppedBySignal(wish.number, " when the run was done")
             return result
         except DivergedError as error:
             folder.write_result(trainer, prepared, _result(trainer, known, recipe, diverged_at=error.step))

@@ -21,6 +21,7 @@ from transformers import Trainer, TrainerCallback, set_seed
 
 from nlr_lab.runtime.environment import OutOfTimeError, duration
 from nlr_lab.runtime.processes import gather_objects, on_rank_0
+from nlr_lab.runtime.signals import StoppedBySignal, Wish
 from nlr_lab.runtime.storage import disk_errors, prune, step_folders
 from nlr_lab.tasks.task import Batch, scores_of_examples
 from nonlinear_lowrank.errors import DivergedError, UserError
@@ -86,11 +87,14 @@ class Schedule(TrainerCallback):
     """Decide when to log, evaluate, save and stop, and seed the dropout.
 
     Every evaluation and checkpoint also closes an entry of the training curve: a resumed run then has the same entries
-    as one that was never killed. Where `stop` says so of a step the run ends, without a checkpoint, by OutOfTimeError.
+    as one that was never killed. Where `stop` says so of a step the run ends, without a checkpoint, by OutOfTimeError;
+    where a signal wishes it, after a checkpoint of that step (of several processes: of the next entry of the curve), by
+    StoppedBySignal.
     """
 
-    def __init__(self, train: TrainConfig, stop: Callable[[int], bool] | None = None) -> None:
-        self.config, self.stop = train, stop
+    def __init__(self, train: TrainConfig, stop: Callable[[int], bool] | None = None, wish: Wish | None = None) -> None:
+        self.config, self.stop, self.wish = train, stop, wish or Wish()
+        self.stopping = 0  # the signal, in all processes
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 0:  # not from what the arm's init left behind, and another in each process
@@ -101,10 +105,17 @@ class Schedule(TrainerCallback):
         control.should_evaluate = last or step % self.config.eval_every == 0
         control.should_save = last or step % self.config.save_every == 0
         control.should_log = control.should_evaluate or control.should_save or step % self.config.log_every == 0
-        asked = stop is not None and not last and (args.world_size == 1 or control.should_log)
-        if asked and on_rank_0(lambda: stop(step)):  # type: ignore[misc]
+        together = not last and (args.world_size == 1 or control.should_log)
+        if stop is not None and together and on_rank_0(lambda: stop(step)):  # type: ignore[misc]
             raise OutOfTimeError(f"stopped for time at step {step} of {state.max_steps}; go on with --resume")
+        if together:
+            self.stopping = max(gather_objects(self.wish.number))
+            control.should_save |= bool(self.stopping)
         return control
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.stopping:
+            raise StoppedBySignal(self.stopping, f" at step {state.global_step} of {state.max_steps}")
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         # The run's only epoch ends with its last step, which has done all this.
@@ -338,6 +349,8 @@ class RunTrainer(Trainer):
             raise self._diverged(step)
         weights = None if self.is_deepspeed_enabled else files.whole_weights(self)
         states = gather_objects(files.random_state(self.args.device))
+        # Of the training curve's entry that is not closed: a signal does not wait for it.
+        window = {"losses": gather_objects(self._tr_loss.item()), "since": self._globalstep_last_logged}
         about = {"step": step, "seconds": self.seconds, "processes": self.args.world_size}
         hint = f"{self._last_good()}; make room and go on with --resume"
         with disk_errors(f"the checkpoint of step {step} to {self.checkpoints}", hint), ExitStack() as stack:
@@ -356,6 +369,7 @@ class RunTrainer(Trainer):
                 if weights is not None:
                     files.write_trained(folder, plain, weights)
                 state = {"groups": groups, "scheduler": self.lr_scheduler.state_dict(), "random": states}
+                state["window"] = window
                 (folder / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
                 self.state.save_to_json(str(folder / "trainer_state.json"))
                 stack.close()
@@ -380,9 +394,12 @@ class RunTrainer(Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        states, here = files.read_state(checkpoint)["random"], self.args.process_index
+        saved, here = files.read_state(checkpoint), self.args.process_index
+        states = saved["random"]
         if len(states) == self.args.world_size:
             files.set_random_state(states[here], self.args.device)
+            self._tr_loss.fill_(saved["window"]["losses"][here])
+            self._globalstep_last_logged = saved["window"]["since"]
             return
         if self.is_world_process_zero():
             print(

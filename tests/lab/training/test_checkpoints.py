@@ -2,9 +2,11 @@
 
 import errno
 import json
+import math
 import os
 import random
 import re
+import signal
 from pathlib import Path
 from unittest import mock
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nlr_lab.runtime.signals import StoppedBySignal
 from nlr_lab.runtime.storage import newest_valid, read_manifest, step_folders
 from nlr_lab.training import DivergedError, run_training, trainer
 from nlr_lab.training.checkpoints import tensor_names
@@ -59,6 +62,44 @@ def test_killed_run_has_the_same_bits(server, tmp_path):
     assert done >= 2, "the run was over before it could be killed"
     assert server.run(killed, **settings) == {"exit": 0, "error": ""}
     assert_same(killed, whole)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_stops_after_a_checkpoint_and_the_bits_stay_the_same(name, tmp_path, monkeypatch, capfd):
+    """Between two entries of the training curve too, of whose mean loss the checkpoint then has a part."""
+    number, batches = getattr(signal, name), random.randint(1, 4)
+    arm = f"training_helpers:signalled,at={batches},number={int(number)}"
+    recipe = make_recipe(arm, gradient_accumulation=2, save_every=12, eval_every=6, log_every=5)
+    run_training(recipe, tmp_path / "whole", prepared=TEXT, quiet=True)
+    out, step = tmp_path / "out", 0
+    monkeypatch.setenv("NLR_TEST_FAULT", "1")
+    for _ in range(3):
+        step += math.ceil(batches / 2)
+        with pytest.raises(StoppedBySignal, match=f"stopped by {name} at step {step} of 12") as stopped:
+            run_training(recipe, out, resume=out.exists(), prepared=TEXT, quiet=True)
+        assert stopped.value.exit_code == 128 + number
+        assert max(step_folders(out / "checkpoints")) == step
+        assert f"{name}: stopping after a checkpoint of this step" in capfd.readouterr().err
+    monkeypatch.delenv("NLR_TEST_FAULT")
+    run_training(recipe, out, resume=True, prepared=TEXT, quiet=True)
+    assert_same(out, tmp_path / "whole")
+    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+
+
+def test_a_second_signal_stops_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("NLR_TEST_FAULT", "1")
+    arm = "training_helpers:signalled,at=0"  # before each batch
+    with pytest.raises(StoppedBySignal, match="stopped by SIGTERM again, at once"):
+        run_training(make_recipe(arm, gradient_accumulation=2), tmp_path / "out", prepared=TEXT, quiet=True)
+    assert not step_folders(tmp_path / "out" / "checkpoints")
+
+
+def test_a_signal_in_the_last_step_leaves_a_whole_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("NLR_TEST_FAULT", "1")
+    recipe = make_recipe("training_helpers:signalled,at=12")
+    with pytest.raises(StoppedBySignal, match="stopped by SIGTERM when the run was done"):
+        run_training(recipe, tmp_path / "out", prepared=TEXT, quiet=True)
+    assert run_training(recipe, tmp_path / "out", resume=True, prepared=TEXT, quiet=True).steps == 12
 
 
 @pytest.fixture(scope="module")

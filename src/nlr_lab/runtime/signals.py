@@ -1,0 +1,49 @@
+"""SIGTERM, SIGINT and SIGUSR1 as a wish to stop once a checkpoint is written: spot machines, Slurm, Ctrl-C."""
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
+
+
+class StoppedBySignal(KeyboardInterrupt):
+    """The end of a run that was asked to stop; no `except Exception` on the way holds it up."""
+
+    def __init__(self, number: int, where: str = "") -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}{where}")
+        self.exit_code = 128 + number
+
+
+@dataclass
+class Wish:
+    """The first signal that arrived, or 0."""
+
+    number: int = 0
+
+
+@contextmanager
+def signals_noted() -> Iterator[Wish]:
+    """Note the first of these signals inside it; a second one stops at once. Only in a process's main thread."""
+    wish = Wish()
+    if threading.current_thread() is not threading.main_thread():
+        yield wish
+        return
+
+    def note(number: int, _: Any) -> None:
+        if wish.number:
+            raise StoppedBySignal(number, " again, at once")
+        wish.number = number
+        name = signal.Signals(number).name
+        print(f"{name}: stopping after a checkpoint of this step; once more stops at once", file=sys.stderr, flush=True)
+
+    before = {number: signal.signal(number, note) for number in SIGNALS}
+    try:
+        yield wish
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
