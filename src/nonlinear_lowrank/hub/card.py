@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 from nonlinear_lowrank.methods.base import method_named
 
 from .loading import ADAPTER_CONFIG, BASE, base_class, head_labels, is_mergeable
+from .modeling_file import MODELING_FILE
 from .registration import CLASS_PREFIX, FIELD, TYPE_PREFIX
 from .storage import CARD, read_json, versions
 
@@ -122,7 +123,13 @@ def _limits(folder: Path, config: Mapping[str, Any], adapter: Mapping[str, Any])
             "costs time at inference too."
         )
     if (config or adapter) and _needs_package(folder):
-        lines.append("Loading needs `import nonlinear_lowrank` (the package nonlinear-lowrank) first.")
+        without = ""
+        if config.get("auto_map"):
+            without = (
+                f", or `trust_remote_code=True`, which runs {MODELING_FILE} of this folder instead: the same formulas "
+                "in plain PyTorch"
+            )
+        lines.append(f"Loading needs `import nonlinear_lowrank` (the package nonlinear-lowrank) first{without}.")
         if config:
             lines.append("Concrete model classes would load the dense part alone and only warn: use the Auto classes.")
     return [*lines, "Nothing was checked beyond the numbers above: bias, safety and other data were not looked at."]

@@ -33,6 +33,7 @@ from nonlinear_lowrank.methods.base import Method, dense_part, method_of_layer
 from nonlinear_lowrank.methods.experts import ExpertsLayer
 from nonlinear_lowrank.surgery.augment import apply_saved
 
+from .modeling_file import write_modeling_file
 from .registration import CLASS_PREFIX, FIELD, TYPE_PREFIX
 
 
@@ -333,12 +334,26 @@ def _is_model_class(value: Any) -> bool:
 
 @cache
 def _config_twin(base: Any) -> Any:
-    def __init__(self: Any, *args: Any, nonlinear_lowrank: list[dict[str, Any]] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self: Any,
+        *args: Any,
+        nonlinear_lowrank: list[dict[str, Any]] | None = None,
+        modeling_file: bool = True,
+        **kwargs: Any,
+    ) -> None:
         base.__init__(self, *args, **kwargs)
-        self.nonlinear_lowrank = nonlinear_lowrank
+        self.nonlinear_lowrank, self.modeling_file = nonlinear_lowrank, modeling_file
 
-    doc = f"{base.__name__} of an augmented model; `{FIELD}` lists the methods and their places."
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        write_modeling_file(self, base, save_directory)
+        base.save_pretrained(self, save_directory, *args, **kwargs)
+
+    doc = (
+        f"{base.__name__} of an augmented model; `{FIELD}` lists the methods and their places. With `modeling_file` "
+        "saving also writes what a process without this package needs (`hub.modeling_file`)."
+    )
     own = {"__module__": __name__, "__doc__": doc, "__init__": __init__, "model_type": TYPE_PREFIX + base.model_type}
+    own["save_pretrained"] = save_pretrained
     twin: Any = type(CLASS_PREFIX + base.__name__, (base,), own)
     _share_weight_conversions(base.model_type, twin.model_type)
     return twin
@@ -457,6 +472,7 @@ def make_saveable(model: nn.Module, entry: dict[str, Any]) -> None:
         # transformers keeps which outputs (hidden states, ...) a model can record under the class's name.
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(twin), model._can_record_outputs)
         model.__class__ = twin
+        config.modeling_file = True
     # In the form that is read back: JSON has lists, no tuples.
     setattr(config, FIELD, [*(getattr(plain_config, FIELD, None) or []), json.loads(json.dumps(entry))])
     # Inner modules hold the same config object, or a part of it.

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import nonlinear_lowrank as nlr
 from model_helpers import FAMILIES, auto_class, batch, llama, randomised
 from nonlinear_lowrank.hub import conversion, convert, load_model
+from nonlinear_lowrank.hub.modeling_file import MODELING_FILE
 from refusals import assert_refused
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
@@ -142,7 +143,7 @@ def test_converting_copies_companions_and_no_code(plain, tmp_path):
     for name, text in {**kept, **left}.items():
         (plain / name).write_text(text)
     report = convert(plain, tmp_path / "out", NOBLE)
-    made = {"config.json", "generation_config.json", "model.safetensors", "manifest.json", "README.md"}
+    made = {"config.json", "generation_config.json", "model.safetensors", "manifest.json", "README.md", MODELING_FILE}
     assert names_of(tmp_path / "out") == {*kept, *made}
     assert set(report.copied) == set(kept)
     assert all((tmp_path / "out" / name).read_text() == text for name, text in kept.items())

@@ -1,0 +1,164 @@
+"""What every modeling file has: the model that puts its layers back, as its config lists them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import conversion_mapping
+
+
+class Layer:
+    """Mark of the layers of this file; each has `reset_parameters`, and lists tensors that stay in float32."""
+
+    float32: tuple[str, ...] = ()
+    reset_parameters: Callable[[], None]
+
+
+Put = Callable[[nn.Module, list[str], dict[str, Any]], None]
+METHODS: dict[str, Put] = {}
+"""By the name of a method in config.json: puts its layers into a plain model, (model, names of modules, settings)."""
+EXPERT_LAYERS: dict[str, Callable[[Any, dict[str, Any]], nn.Module]] = {}
+"""By the same name: builds its layer in place of experts that one module holds, (experts, settings)."""
+
+
+class AugmentedConfig:
+    """The plain config and `nonlinear_lowrank`, the list of methods: {"method", "config", "modules"} of each."""
+
+    nonlinear_lowrank: list[dict[str, Any]] | None
+    modeling_file: bool
+
+
+class AugmentedModel:
+    """The plain model, whose layers are replaced as `config.nonlinear_lowrank` lists them.
+
+    Weights of the plain model keep their names, in memory and in files.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        entries = config.nonlinear_lowrank or []
+        places = [_names_here(self, entry["modules"]) for entry in entries]  # all before any: some go around others
+        for entry, names in zip(entries, places, strict=True):
+            _put(self, entry["method"], names, entry["config"])
+        if not any(parameter.is_meta for parameter in self.parameters()):  # type: ignore[attr-defined]
+            _draw(list(_layers(self)))
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """Load as transformers does, but raise where a file lacks tensors of a layer, of which it only warns."""
+        if kwargs.get("quantization_config") is not None:
+            raise ValueError("quantization would drop the new layers here: pip install nonlinear-lowrank and import it")
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
+        own = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Layer))
+        lost = sorted(key for key in info["missing_keys"] if key.startswith(own))
+        if lost and not output_loading_info and kwargs.get("state_dict") != {}:
+            raise ValueError(
+                f"the checkpoint lacks {len(lost)} tensors of new layers, such as {lost[0]}: copy it again"
+            )
+        return (model, info) if output_loading_info else model
+
+    def initialize_weights(self) -> None:
+        """Draw as the plain model does, then the new layers by their own init; skip what was loaded."""
+        new = [layer for layer in _layers(self) if not getattr(layer, "_is_hf_initialized", False)]
+        super().initialize_weights()  # type: ignore[misc]
+        _draw(new)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Return False: inits here skip what was loaded, as those of transformers do."""
+        return False
+
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, Any]:
+        plan: dict[str, Any] = super()._get_dtype_plan(dtype)  # type: ignore[misc]
+        kept = {name for layer in _layers(self) for name in layer.float32}
+        return plan | dict.fromkeys(kept, torch.float32) if dtype in (torch.bfloat16, torch.float16) else plan
+
+
+@torch.no_grad()
+def _draw(layers: list[Any]) -> None:
+    for layer in layers:
+        layer.reset_parameters()
+        layer._is_hf_initialized = True
+
+
+def _put(model: Any, method: str, names: list[str], settings: dict[str, Any]) -> None:
+    modules = {name: model.get_submodule(name) for name in names}
+    experts = [name for name, each in modules.items() if hasattr(each, "is_transposed") and hasattr(each, "down_proj")]
+    if experts:
+        replace(model, experts, lambda name, module: EXPERT_LAYERS[method](module, settings))
+    METHODS[method](model, [name for name in names if name not in experts], settings)
+
+
+def _layers(model: Any) -> Iterator[Any]:
+    return (module for module in model.modules() if isinstance(module, Layer))
+
+
+def _names_here(model: Any, saved: list[str]) -> list[str]:
+    """Return saved names as this class has them: a backbone lacks its prefix under a head, and a head's modules."""
+    plain = {name for name, each in model.named_modules(remove_duplicate=False) if not isinstance(each, Layer)}
+    prefix = f"{model.base_model_prefix}."
+    spellings = [(name, name.removeprefix(prefix), prefix + name) for name in saved]
+    found = [next((name for name in each if name in plain), None) for each in spellings]
+    return [name for name in found if name is not None]
+
+
+def replace(model: nn.Module, names: list[str], build: Callable[[str, Any], nn.Module]) -> dict[str, nn.Module]:
+    """Put `build(name, module)` in every place of each module, which may have several; return them by name."""
+    modules = {name: model.get_submodule(name) for name in names}
+    layers = {name: build(name, module).train(module.training) for name, module in modules.items()}
+    new = {module: layers[name] for name, module in modules.items()}
+    for parent in list(model.modules()):
+        for child, module in list(parent._modules.items()):
+            if module in new:
+                setattr(parent, child, new[module])
+    return layers
+
+
+def with_state(layer: Any, module: Any) -> Any:
+    """Return a layer, on which no constructor was run, with the tensors and settings of the module it replaces."""
+    for name, value in vars(module).items():
+        vars(layer)[name] = value.copy() if isinstance(value, dict) else value
+    vars(layer).pop("_is_hf_initialized", None)
+    for tensor in layer._parameters.values():
+        if tensor is not None:
+            vars(tensor).pop("_is_hf_initialized", None)
+    return layer
+
+
+def width_of(linear: Any) -> tuple[int, int]:
+    """Return (d_in, d_out) of a linear, of transformers' Conv1D, or of a layer in place of one."""
+    if hasattr(linear, "shape"):
+        shape: tuple[int, int] = linear.shape
+        return shape
+    return (linear.nx, linear.nf) if hasattr(linear, "nx") else (linear.in_features, linear.out_features)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Return it in float32 or wider."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def keeping_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return what a module's `_apply` does to a tensor, without casts from float32 to a 16-bit type."""
+
+    def apply(tensor: Tensor) -> Tensor:
+        found = fn(tensor)
+        narrowed = found.dtype in (torch.bfloat16, torch.float16) and tensor.dtype == torch.float32
+        return tensor.to(found.device) if narrowed else found
+
+    return apply
+
+
+def register(config: Any, models: dict[Any, Any]) -> None:
+    """Let transformers build these models of a config, each by its Auto class, and name tensors in files as plain ones.
+
+    A head builds its backbone by `AutoModel`; Mixtral's experts have other names in files than in memory.
+    """
+    names = {config.__bases__[1].model_type: config.model_type}
+    for auto, model in models.items():
+        auto.register(config, model, exist_ok=True)
+        names[model.__bases__[1].__name__] = model.__name__
+    for plain, own in names.items():
+        if (known := conversion_mapping.get_checkpoint_conversion_mapping(plain)) is not None:
+            conversion_mapping.register_checkpoint_conversion_mapping(own, known, overwrite=True)

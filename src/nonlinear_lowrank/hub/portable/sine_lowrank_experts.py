@@ -1,0 +1,79 @@
+"""Sine low-rank weights of experts."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .core import EXPERT_LAYERS, Layer, keeping_float32, with_state
+from .experts import SortedExperts, by_expert, experts_forward, projections
+from .sine_lowrank import draw_sine_factor, sine_product
+
+
+class SineExperts(Layer, SortedExperts):
+    """Experts whose weights are those of `SineLowRankLinear`, for each expert and each of its linears.
+
+    Tensors, of E experts: sine_in_up (E, d_out, k) and sine_in_down (E, k, d_in) of gate and up together, sine_out_up
+    and sine_out_down of the down projection, and the experts' own biases.
+    """
+
+    float32 = ("sine_in_up", "sine_in_down", "sine_out_up", "sine_out_down")
+    expert_projections: list[Any]
+    sine: dict[str, Any]
+    experts_class: Any
+
+    def take(self, settings: dict[str, Any], plain: Any) -> None:
+        """Take settings, and factors in the place of the experts' weights."""
+        self.sine, self.experts_class, self.expert_projections = settings, type(plain), projections(plain)
+        like: Tensor = plain.down_proj
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        for end, parameter, d_in, d_out in self.ends():
+            del self._parameters[parameter]
+            for side, shape in (("up", (d_out, settings["rank"])), ("down", (settings["rank"], d_in))):
+                factor = torch.empty(plain.num_experts, *shape, device=like.device, dtype=dtype)
+                self.register_parameter(f"sine_{end}_{side}", nn.Parameter(factor))
+
+    def ends(self) -> list[tuple[str, str, int, int]]:
+        """Return ("in" or "out", parameter, d_in, d_out) of both linears."""
+        return [(end, *each) for end, each in zip(("in", "out"), self.expert_projections, strict=True)]
+
+    def reset_parameters(self) -> None:
+        """Draw as `SineLowRankLinear` does."""
+        for end, parameter, d_in, _ in self.ends():
+            draw_sine_factor(getattr(self, f"sine_{end}_up"), self.sine["rank"], self.sine)
+            draw_sine_factor(getattr(self, f"sine_{end}_down"), d_in, self.sine)
+            if (bias := getattr(self, f"{parameter}_bias", None)) is not None:
+                init.zeros_(bias)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """(T, d), (T, k), (T, k) -> (T, d)."""
+        ends = {parameter: end for end, parameter, *_ in self.ends()}
+
+        def of_one(x: Tensor, up: Tensor, down: Tensor, bias: Tensor | None) -> Tensor:
+            return sine_product(x, up, down, bias, self.sine)
+
+        def linear(name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
+            factors = (getattr(self, f"sine_{ends[name]}_{side}") for side in ("up", "down"))
+            return by_expert(of_one, x_SI, ends_E.tolist(), *factors, getattr(self, f"{name}_bias", None))
+
+        return experts_forward(self, linear, hidden_states, top_k_index, top_k_weights)
+
+    def _apply_gate(self, z: Tensor) -> Tensor:
+        gated: Tensor = self.experts_class._apply_gate(self, z)
+        return gated
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        keep = keeping_float32(fn)
+        return super()._apply(lambda tensor: keep(tensor) if tensor.ndim == 3 else fn(tensor), recurse)
+
+
+def sine_experts(experts: Any, settings: dict[str, Any]) -> nn.Module:
+    """Return experts of low-rank weights."""
+    layer = with_state(SineExperts.__new__(SineExperts), experts)
+    layer.take(settings, experts)
+    return layer
+
+
+EXPERT_LAYERS["sine-lowrank"] = sine_experts

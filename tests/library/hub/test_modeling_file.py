@@ -1,0 +1,240 @@
+"""Saved models in a process without this package: the file that `trust_remote_code=True` runs."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSeq2SeqLM,
+    PreTrainedTokenizerFast,
+)
+
+import nonlinear_lowrank as nlr
+from cli_helpers import python_prints
+from model_helpers import FAMILIES, SIZES, TOKENS, batch, build, randomised
+from nonlinear_lowrank import hub
+from nonlinear_lowrank.hub.modeling_file import MODELING_FILE
+
+_EXPERTS = {**SIZES, **TOKENS, "num_key_value_heads": 2, "num_local_experts": 3}
+_T5 = {**TOKENS, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 2, "decoder_start_token_id": 0}
+MODELS = {
+    "llama": (FAMILIES["llama"], AutoModelForCausalLM),
+    "gpt2": (FAMILIES["gpt2"], AutoModelForCausalLM),
+    "mixtral": (lambda: build("mixtral", **_EXPERTS, intermediate_size=48), AutoModelForCausalLM),
+    "vit": (FAMILIES["vit"], AutoModelForImageClassification),
+    "t5": (lambda: build("t5", AutoModelForSeq2SeqLM, **_T5, feed_forward_proj="gated-gelu"), AutoModelForSeq2SeqLM),
+}
+ALL = tuple(MODELS)
+DENSE = tuple(name for name in MODELS if name != "mixtral")
+WITH_QKV = ("llama", "mixtral", "vit", "t5")
+GATED = nlr.NobleConfig(rank_ratio=0.25, activation="silu", fusion="gated", up_bias=True, init="pretrained")
+ROWS = {
+    "noble": (ALL, [nlr.NobleConfig(rank=3)]),
+    "gated-noble": (ALL, [GATED]),
+    "shared-noble": (WITH_QKV, [nlr.NobleConfig(rank=3, depth=3, share_down="qkv", expert_down="shared")]),
+    "tanh-noble": (("gpt2",), [nlr.NobleConfig(rank=4, activation="tanh", depth=1)]),
+    "sine": (ALL, [nlr.SineLowRankConfig(rank=2, omega=30)]),
+    "low-rank": (("llama", "mixtral"), [nlr.SineLowRankConfig(rank=2, activation="identity", gain=2)]),
+    "rational": (ALL, [nlr.RationalConfig(groups=4)]),
+    "rational-exact": (("gpt2",), [nlr.RationalConfig(anchor="exact", form="sum_of_abs", degrees=(3, 2))]),
+    "query": (("llama", "gpt2", "mixtral", "vit"), [nlr.NonlinearQueryConfig()]),
+    "kept-query": (("gpt2", "vit"), [nlr.NonlinearQueryConfig(residual="linear")]),
+    "qk-norm": (("llama", "gpt2", "mixtral", "vit"), [nlr.QKNormConfig()]),
+    "several": (("llama", "gpt2"), [nlr.NobleConfig(rank=3), nlr.RationalConfig(groups=4), nlr.QKNormConfig()]),
+    "on-sine-experts": (("mixtral",), [nlr.SineLowRankConfig(rank=2, omega=30), nlr.RationalConfig(groups=4)]),
+}
+CASES = [(row, name) for row, (names, _) in ROWS.items() for name in names]
+
+WITHOUT_US = """
+import os, sys
+from pathlib import Path
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("nonlinear_lowrank", "nlr_lab"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+root = Path(sys.argv[1])
+os.environ["HF_MODULES_CACHE"] = str(root / "modules")
+import torch
+import transformers
+from transformers import AutoConfig, AutoModel
+torch.set_num_threads(1)
+torch.manual_seed(0)
+"""
+
+LOAD = """
+for place in sorted((root / "models").iterdir()):
+    auto = getattr(transformers, (place / "auto.txt").read_text())
+    trusting = {"trust_remote_code": True}
+    model, info = auto.from_pretrained(place, output_loading_info=True, **trusting)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), (place.name, info)
+    assert not model.training
+    inputs, expected = torch.load(place / "outputs.pt")
+    with torch.no_grad():
+        logits = model(**inputs).logits
+        assert (logits - expected).abs().max() <= 1e-6 * expected.abs().max().clamp_min(1), (
+            place.name, (logits - expected).abs().max())
+    model.save_pretrained(root / "again" / place.name)
+    config = AutoConfig.from_pretrained(place, **trusting)
+    drawn = auto.from_config(config, **trusting)
+    names = dict(model.named_parameters())
+    assert names.keys() == dict(drawn.named_parameters()).keys()
+    for name, tensor in drawn.named_parameters():
+        assert tensor.isfinite().all(), (place.name, name)
+        assert tensor.abs().max() < 20, (place.name, name)
+    AutoModel.from_pretrained(place, **trusting)
+    print(place.name)
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of all cases, loaded and saved once more by a process without this package; the models by case."""
+    root, found = tmp_path_factory.mktemp("saved"), {}
+    for row, name in CASES:
+        make, auto = MODELS[name]
+        model, folder = make().eval(), root / "models" / f"{row}+{name}"
+        for config in ROWS[row][1]:
+            nlr.augment(model, config, verbose=False)
+        randomised(model, 0.05).save_pretrained(folder)
+        inputs = batch(model)
+        if name == "t5":
+            inputs["decoder_input_ids"] = inputs["input_ids"][:, :5]
+        with torch.no_grad():
+            torch.save((inputs, model(**inputs).logits), folder / "outputs.pt")
+        (folder / "auto.txt").write_text(auto.__name__)
+        found[row, name] = model
+    assert python_prints(WITHOUT_US + LOAD, root).split() == sorted(f"{row}+{name}" for row, name in CASES)
+    return root, found
+
+
+@pytest.mark.parametrize(("row", "name"), CASES)
+def test_models_saved_without_the_package_load_into_it(saved, row, name):
+    root, found = saved
+    first, again = (root / place / f"{row}+{name}" for place in ("models", "again"))
+    written, rewritten = (load_file(folder / "model.safetensors") for folder in (first, again))
+    assert written.keys() == rewritten.keys()
+    assert all(torch.equal(tensor, rewritten[key]) for key, tensor in written.items())
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (first, again)]
+    assert configs[0] == configs[1]
+    assert (first / MODELING_FILE).read_bytes() == (again / MODELING_FILE).read_bytes()
+    loaded = hub.load_model(again)
+    assert type(loaded) is type(found[row, name])
+    inputs, expected = torch.load(first / "outputs.pt")
+    with torch.no_grad():
+        assert torch.equal(loaded(**inputs).logits, expected)
+
+
+def test_files_hold_the_methods_of_the_model_alone(saved):
+    root, _ = saved
+    texts = {row: (root / "models" / f"{row}+llama" / MODELING_FILE).read_text() for row in ("noble", "sine", "query")}
+    marks = {"noble": "NobleBranch", "sine": "SineLowRankLinear", "query": "NonlinearQuery("}
+    for row, text in texts.items():
+        assert [mark for mark, own in marks.items() if own in text] == [row]
+        assert "experts_forward" not in text
+        assert "import nonlinear_lowrank`" in text  # in its first lines
+        assert "type: ignore" not in text
+    assert "arXiv:2603.06492" in texts["noble"]
+
+
+def test_files_read_as_our_own_code(saved):
+    files = sorted(map(str, saved[0].glob(f"models/*/{MODELING_FILE}")))
+    for command in (["check", "--select", "E,F,I,W"], ["format", "--check"]):
+        subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--config", "pyproject.toml", *files],
+            check=True,
+            capture_output=True,
+        )
+
+
+HEADS = """
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+folder = root / "models" / "noble+llama"
+trusting = {"trust_remote_code": True}
+classifier = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3, **trusting)
+model = transformers.AutoModelForCausalLM.from_pretrained(folder, **trusting)
+assert classifier.score.weight.shape == (3, 32)
+tokens = torch.load(folder / "outputs.pt")[0]["input_ids"]
+with torch.no_grad():
+    assert torch.equal(classifier.model(tokens)[0], model.model(tokens)[0])
+assert type(classifier.model) is type(AutoModel.from_pretrained(folder, **trusting))
+tokenizer = AutoTokenizer.from_pretrained(folder, **trusting)
+assert tokenizer("one")["input_ids"] == [2]
+print(model.generate(tokens[:1], max_new_tokens=5, do_sample=False).tolist()[0])
+sine = root / "models" / "sine+llama"
+half = transformers.AutoModelForCausalLM.from_pretrained(sine, dtype=torch.bfloat16, **trusting)
+kinds = {name.rpartition(".")[2]: each.dtype for name, each in half.named_parameters()}
+assert kinds["sine_up"] == torch.float32 and kinds["weight"] == torch.bfloat16, kinds
+assert half.half().model.layers[0].mlp.up_proj.sine_up.dtype == torch.float32
+half(tokens)
+"""
+
+
+def test_heads_tokenizers_generation_and_types_without_the_package(saved):
+    root, found = saved
+    folder, model = root / "models" / "noble+llama", found["noble", "llama"]
+    inner = Tokenizer(models.WordLevel({"<unk>": 0, "two": 1, "one": 2}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>").save_pretrained(folder)
+    tokens = torch.load(folder / "outputs.pt")[0]["input_ids"][:1]
+    expected = model.generate(tokens, max_new_tokens=5, do_sample=False).tolist()[0]
+    assert json.loads(python_prints(WITHOUT_US + HEADS, root)) == expected
+
+
+REFUSED = """
+for name, words in (("noble+llama", "trust_remote_code=True"), ("none", "nonlinear_lowrank_llama")):
+    try:
+        AutoConfig.from_pretrained(root / "models" / name, trust_remote_code=False)
+    except ValueError as error:
+        assert words in str(error), error
+    else:
+        raise SystemExit(name)
+try:
+    transformers.AutoModelForCausalLM.from_pretrained(
+        root / "models" / "noble+llama", trust_remote_code=True,
+        quantization_config=transformers.QuantoConfig(weights="int8"))
+except ValueError as error:
+    assert "pip install nonlinear-lowrank" in str(error), error
+else:
+    raise SystemExit("quantized")
+"""
+
+
+def test_without_trust_or_without_the_file_loading_fails(saved, tmp_path):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "noble+llama").symlink_to(saved[0] / "models" / "noble+llama")
+    model = FAMILIES["llama"]()
+    nlr.augment(model, nlr.NobleConfig(rank=3), verbose=False)
+    model.save_pretrained(tmp_path / "models" / "none")
+    assert (tmp_path / "models" / "none" / MODELING_FILE).is_file()
+    model.config.modeling_file = False
+    folder = tmp_path / "models" / "none"
+    (folder / MODELING_FILE).unlink()
+    model.save_pretrained(folder)
+    assert not (folder / MODELING_FILE).exists()
+    assert "auto_map" not in json.loads((folder / "config.json").read_text())
+    python_prints(WITHOUT_US + REFUSED, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.config.modeling_file is False  # and so it stays
+
+
+@pytest.mark.parametrize("trust", [None, True])
+def test_with_the_package_its_own_classes_load(saved, trust):
+    root, found = saved
+    loaded = AutoModelForCausalLM.from_pretrained(root / "models" / "noble+llama", trust_remote_code=trust)
+    assert type(loaded) is type(found["noble", "llama"])
+
+
+def test_backbones_of_our_own_have_no_file(tmp_path):
+    model = FAMILIES["image_tokens"]()
+    nlr.augment(model, nlr.NobleConfig(rank=3), verbose=False)
+    model.save_pretrained(tmp_path)
+    assert not (tmp_path / MODELING_FILE).exists()
+    assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
