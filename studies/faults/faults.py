@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -72,8 +73,8 @@ class Bench:
         return f"other bits in {different}" if different else None
 
 
-def kill(settings: dict) -> Callable[[Bench, int], Outcome]:
-    """SIGKILL: while a checkpoint is written, right after one, or anywhere."""
+def kill(settings: dict, sent: signal.Signals = signal.SIGKILL) -> Callable[[Bench, int], Outcome]:
+    """A signal: while a checkpoint is written, right after one, or anywhere."""
 
     def one(bench: Bench, number: int) -> Outcome:
         whole, out = bench.whole(**settings), bench.new()
@@ -82,7 +83,9 @@ def kill(settings: dict) -> Callable[[Bench, int], Outcome]:
             shutil.rmtree(out, ignore_errors=True)
             bench.server.start(out, **settings)
             step = bench.random.randint(1, settings["steps"] - 1)
-            if number % 3 == 0:
+            if settings["save_every"] > 1:  # the signal's own checkpoint is the only one
+                moment, delay = folder.parent.exists, bench.random.uniform(0, 1.5)
+            elif number % 3 == 0:
                 file = bench.random.choice(
                     ("model.safetensors", "optimizer/shard-00001-model-00001-of-00001.safetensors", "state.json")
                 )
@@ -91,7 +94,7 @@ def kill(settings: dict) -> Callable[[Bench, int], Outcome]:
                 moment, delay = (folder / f"step-{step:06d}").exists, bench.random.uniform(0, 0.02)
             else:
                 moment, delay = folder.parent.exists, bench.random.uniform(0, 1.5)
-            killed = bench.server.kill_when(moment, delay)
+            killed = bench.server.kill_when(moment, delay, sent)
             if killed:
                 return bench.ends_the_same(out, whole, **settings)
 
@@ -188,6 +191,10 @@ KINDS: dict[str, tuple[Callable[[Bench, int], Outcome], int, str]] = {
         f"kill-{name}": (kill({**SHORT, **settings}), 0, f"SIGKILL at a random moment, {name}")
         for name, settings in KILLED.items()
     },
+    **{
+        name.lower(): (kill({**SHORT, "save_every": 12}, signal.Signals[name]), 0, f"{name} at a random moment")
+        for name in ("SIGTERM", "SIGINT")
+    },
     "rank": (rank, 5, "one of two processes killed under torchrun, `--max-restarts 1`"),
     "no-space": (no_space, 20, "no space left, at a random byte of a random file"),
     "read-only": (read_only, 1, "folders that cannot be written to (three)"),
@@ -201,7 +208,7 @@ KINDS: dict[str, tuple[Callable[[Bench, int], Outcome], int, str]] = {
 def main() -> int:
     """Do what is missing; return 1 if something was not survived."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=30, help="of each of the three configurations")
+    parser.add_argument("--kills", type=int, default=30, help="signals of each kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", choices=KINDS, help="these kinds, anew")
     options = parser.parse_args()

@@ -1,5 +1,6 @@
 """Tiny runs for the training tests, each in a process of its own where it is to be killed."""
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from tokenizers.models import WordLevel
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
+from nlr_lab.runtime.signals import StoppedBySignal
 from nlr_lab.tasks.task import Examples, Prepared
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
@@ -218,15 +220,18 @@ class TrainingServer:
         self.start(out, **settings)
         return self.wait()
 
-    def kill_when(self, condition: Callable[[], bool], delay: float = 0.0) -> bool:
-        """Kill the run some seconds after the condition holds; False if it ended before."""
+    def kill_when(
+        self, condition: Callable[[], bool], delay: float = 0.0, number: signal.Signals = signal.SIGKILL
+    ) -> bool:
+        """Send the run a signal some seconds after the condition holds; False if it ended before."""
         while not condition():
             if self.process.exitcode is not None:
                 return False
             time.sleep(0.0005)
         time.sleep(delay)
-        self.process.kill()
-        return self.wait()["exit"] == -signal.SIGKILL
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(self.process.pid, number)
+        return self.wait()["exit"] in (-number, 128 + number)  # the first: before training began
 
 
 def _train(out: Path, errors: Any, limit: int | None, fault: bool, settings: dict[str, Any]) -> None:
@@ -237,6 +242,8 @@ def _train(out: Path, errors: Any, limit: int | None, fault: bool, settings: dic
         os.environ["NLR_TEST_FAULT"] = "1"
     try:
         run_training(make_recipe(**settings), out, resume=True, prepared=FakeText(), quiet=True)
+    except StoppedBySignal as error:
+        sys.exit(error.exit_code)
     except UserError as error:
         errors.send(str(error))
         sys.exit(2)
