@@ -132,7 +132,9 @@ def _write_card(folder: Path, recipe: Recipe, result: TrainResult, data: dict[st
     if result.diverged_at is not None:
         numbers["diverged"] = f"the training loss spiked at step {result.diverged_at} and did not recover"
     bases = [value for name, value in flatten(recipe.task).items() if name.endswith("checkpoint") and value]
-    how = f"tuned by {arm.name}" if tuned else f"trained from scratch, arm {arm.name}"
+    start = getattr(recipe.task, "init_from", "")
+    begun = f"trained on from {shown_name(start)}" if start else "trained from scratch"
+    how = f"tuned by {arm.name}" if tuned else f"{begun}, arm {arm.name}"
     write_card(
         folder,
         title=f"{recipe.name}, {arm.name}",
@@ -150,7 +152,7 @@ def _write_card(folder: Path, recipe: Recipe, result: TrainResult, data: dict[st
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
     """Return all settings of a run by their dotted names, paths by their last part."""
-    paths, shown = ("source", "valid_source", "tokenizer", "checkpoint", "cache_dir"), {}
+    paths, shown = ("source", "valid_source", "tokenizer", "checkpoint", "cache_dir", "init_from"), {}
     for name, value in flatten(recipe.to_dict()).items():
         path = name.rpartition(".")[2] in paths and isinstance(value, str) and PurePath(value).name != value
         if name.startswith(("task.", "train.", "arm.")):

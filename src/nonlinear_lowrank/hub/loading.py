@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging
@@ -63,6 +64,14 @@ def load_model(path: str | Path, **kwargs: Any) -> Any:
     except (StrictDataclassError, *BUILD_ERRORS) as error:
         raise UserError(f"{folder} cannot be loaded as {model_class.__name__}: {one_line(error)}") from error
     return model
+
+
+def model_on_meta(path: str | Path) -> Any:
+    """Return the model of a folder on the meta device, by its config alone; errors as in `load_model`."""
+    folder, config = check_folder(path), check_model_folder(path)
+    model_class = _architecture(config, folder)
+    with torch.device("meta"):
+        return model_class(model_class.config_class.from_pretrained(folder))
 
 
 def _architecture(config: dict[str, Any], folder: Path) -> Any:

@@ -151,6 +151,9 @@ class TextTask(Task):
     """Source of the text, tokenizer, and sequence length."""
     backbone: Any
     """The model that is not changed."""
+    init_from: str = ""
+    """Continued pretraining: a folder with a model (of save_pretrained or nlr convert, a run, one of its checkpoints)
+    whose architecture and weights the run starts from, in place of `backbone`'s. Its tokenizer must be the text's."""
 
     @property
     def sequence_length(self) -> int:
@@ -162,11 +165,19 @@ class TextTask(Task):
         return prepare_text(self.text, progress=progress)
 
     def build_model(self, prepared: Any, dense_init: DenseInit | None = None, *, seed: int = 0) -> Any:
+        if self.init_from:
+            from .start import load_start
+
+            return load_start(self.init_from, prepared, self.text.sequence_length, dense_init)
         tokens = {name: getattr(prepared.tokenizer, name) for name in self.backbone.tokens}
         config = self._config(prepared.vocab_size, **tokens)
         return build_drawn(self.backbone.model_class, config, self.backbone, dense_init, seed)
 
     def build_on_meta(self) -> Any:
+        if self.init_from:
+            from .start import start_on_meta
+
+            return start_on_meta(self.init_from)
         return build_meta(self.backbone.model_class, self._config(self.text.vocab_size))
 
     def _config(self, vocab_size: int, **tokens: int | None) -> Any:

@@ -1,0 +1,84 @@
+"""Continued pretraining: runs that start from a model, plain or with branches."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from nlr_lab.training import run_training
+from nonlinear_lowrank import NobleConfig, UserError
+from nonlinear_lowrank.hub import convert, load_model
+from training_helpers import FakeText, cut_back, make_recipe
+
+TEXT = FakeText()
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A finished run of the plain model."""
+    out = tmp_path_factory.mktemp("first") / "out"
+    return out, run_training(make_recipe("baseline"), out, prepared=TEXT, quiet=True)
+
+
+def _from(start, arm="baseline", **train):
+    recipe = make_recipe(arm, **train)
+    return replace(recipe, task=replace(recipe.task, init_from=str(start)))
+
+
+@pytest.mark.parametrize("arm", ["baseline", "noble:rank=4", "rational:groups=4,anchor=exact"])
+def test_a_run_goes_on_from_anothers_weights(first, arm, tmp_path):
+    start, before = first
+    result = run_training(_from(start, arm, lr=1e-9, warmup_steps=0), tmp_path / "out", prepared=TEXT, quiet=True)
+    assert result.final_loss == pytest.approx(before.final_loss, abs=1e-6)  # a branch starts at nothing
+    again = run_training(_from(start, arm), tmp_path / "more", prepared=TEXT, quiet=True)
+    assert again.final_loss < before.final_loss
+    card = (tmp_path / "more" / "model" / "README.md").read_text()
+    assert "trained on from out" in card
+    assert str(start.parent) not in card
+
+
+def test_the_checkpoints_architecture_comes_before_the_recipes(first, tmp_path):
+    recipe = _from(first[0])
+    wide = replace(recipe, task=replace(recipe.task, backbone=replace(recipe.task.backbone, width=64)))
+    result = run_training(wide, tmp_path / "out", prepared=TEXT, quiet=True)
+    assert result.parameters == first[1].parameters
+
+
+def test_a_converted_model_keeps_its_branches_and_resumes_with_the_same_bits(first, tmp_path):
+    convert(first[0] / "model", tmp_path / "converted", NobleConfig(rank=4))
+    recipe = _from(tmp_path / "converted", keep_checkpoints=9)
+    whole = run_training(recipe, tmp_path / "whole", prepared=TEXT, quiet=True)
+    trained = load_model(tmp_path / "whole" / "model")
+    assert trained.model.layers[0].self_attn.q_proj.noble_up.any()
+    out = cut_back(tmp_path / "whole", tmp_path / "out", 4)
+    torch.manual_seed(5)
+    assert run_training(recipe, out, resume=True, prepared=TEXT, quiet=True).curve == whole.curve
+    weights = [load_file(folder / "model" / "model.safetensors") for folder in (out, tmp_path / "whole")]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_starts_that_do_not_fit_are_refused_before_any_work(first, tmp_path):
+    start = first[0]
+    short = tmp_path / "short"
+    model = AutoModelForCausalLM.from_pretrained(start / "model")
+    model.config.max_position_embeddings = 8
+    model.save_pretrained(short)
+    refused = {
+        "is no folder": _from(tmp_path / "absent"),
+        "init=noble would draw the weights": _from(start, "baseline:init=noble"),
+        "sequence_length 16 exceeds the 8 positions": _from(short),
+    }
+    for words, recipe in refused.items():
+        with pytest.raises(UserError, match=words):
+            run_training(recipe, tmp_path / "out", prepared=TEXT, quiet=True)
+    few = FakeText()
+    object.__setattr__(few, "vocab_size", 1000)
+    with pytest.raises(UserError, match=r"the text has 1000 tokens and .* has 48; give the model's own"):
+        run_training(_from(start), tmp_path / "out", prepared=few, quiet=True)
+    few = FakeText()
+    few.tokenizer.add_tokens(["another"])
+    with pytest.raises(UserError, match="the text's tokenizer is not that of"):
+        run_training(_from(start), tmp_path / "out", prepared=few, quiet=True)
+    assert not (tmp_path / "out").exists()
