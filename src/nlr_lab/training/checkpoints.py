@@ -1,6 +1,6 @@
 """The files of a checkpoint, a folder `step-000100` that is complete when it has that name.
 
-    config.json, model.safetensors   as save_pretrained writes them, so that it loads as a model too;
+    config.json, model.safetensors   as save_pretrained writes them, with a modeling file: it loads as a model too;
         or adapter_config.json, adapter_model.safetensors    of an adapter, its head with it
         or trainable.safetensors     of a model that is partly frozen: what is trained
     optimizer/*.safetensors          the optimizer's state, a file from each process that has a part of it

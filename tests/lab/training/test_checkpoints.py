@@ -145,7 +145,7 @@ def test_checkpoint_is_complete_and_has_no_pickle(finished):
     assert (manifest["step"], manifest["processes"]) == (6, 1)
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert files == {*manifest["files"], MANIFEST}
-    assert {Path(name).suffix for name in files} == {".json", ".safetensors"}
+    assert {Path(name).suffix for name in files} == {".json", ".py", ".safetensors"}
     named = {name for group in json.loads((folder / "state.json").read_text())["groups"] for name in group["params"]}
     # The optimizer has the names in memory.
     assert {name.replace(".dense.", ".") for name in named} == set(load_file(folder / "model.safetensors"))
