@@ -143,6 +143,13 @@ def by_expert(function: Callable[..., Tensor], x_SI: Tensor, ends: list[int] | N
     if ends is None:
         raise UserError("a module with tensors for each expert must be called by the experts that it was put into")
     parts = zip(*([None] * len(ends) if each is None else each.unbind(0) for each in tensors), strict=True)
+    if torch.compiler.is_exporting():  # numbers of rows are not known: every expert computes them all
+        places_S, zero = torch.arange(x_SI.shape[0], device=x_SI.device)[:, None], x_SI.new_zeros(())
+        begun = zip([0, *ends], ends, parts, strict=False)
+        return sum(  # type: ignore[return-value]
+            torch.where((places_S >= first) & (places_S < last), function(x_SI, *part), zero)
+            for first, last, part in begun
+        )
     rows = [x_SI[first:last] for first, last in zip([0, *ends], ends, strict=False)]
     found = [function(each, *part) for each, part in zip(rows, parts, strict=True) if len(each)]
     return torch.cat(found) if found else function(rows[0], *(each if each is None else each[0] for each in tensors))

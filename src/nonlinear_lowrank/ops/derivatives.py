@@ -1,8 +1,9 @@
 """Derivatives that an operator's own backward does not give: there it is its plain formula, which torch differentiates.
 
-That is every transform of `torch.func` (grad, vmap, jvp, ...), forward-mode differentiation, and the backward of a
-backward. The formula saves what any PyTorch code of its kind saves. No `autograd.Function` of ours meets a transform,
-so they take the form with ctx in forward: the other inspects a signature in every call, 14 microseconds.
+That is every transform of `torch.func` (grad, vmap, jvp, ...), forward-mode differentiation, the backward of a
+backward, and `torch.export`, whose programs then have no op of ours. The formula saves what any PyTorch code of its
+kind saves. No `autograd.Function` of ours meets a transform, so they take the form with ctx in forward: the other
+inspects a signature in every call, 14 microseconds.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,11 +19,11 @@ from .precision import no_autocast
 
 
 def transformed() -> bool:
-    """Return whether a transform of `torch.func`, or forward-mode differentiation, is active.
+    """Return whether a transform of `torch.func`, forward-mode differentiation or `torch.export` is active.
 
-    torch has no public name for either question. It asks the first itself in front of every `autograd.Function`.
+    torch has no public name for the first two. It asks the first itself in front of every `autograd.Function`.
     """
-    return _are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return _are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch.compiler.is_exporting()
 
 
 def differentiated(*dys: Tensor) -> bool:

@@ -18,7 +18,9 @@ def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
 def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context without autocast on the tensor's device."""
     device = tensor.device.type
-    return contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+    if device == "meta" or (torch.compiler.is_exporting() and not torch.is_autocast_enabled(device)):
+        return contextlib.nullcontext()  # an exported program would have a call in place of the block's formula
+    return torch.autocast(device, enabled=False)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -8,48 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForSeq2SeqLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import nonlinear_lowrank as nlr
 from cli_helpers import python_prints
-from model_helpers import FAMILIES, SIZES, TOKENS, batch, build, randomised
+from model_helpers import FAMILIES
 from nonlinear_lowrank import hub
 from nonlinear_lowrank.hub.modeling_file import MODELING_FILE
-
-_EXPERTS = {**SIZES, **TOKENS, "num_key_value_heads": 2, "num_local_experts": 3}
-_T5 = {**TOKENS, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 2, "decoder_start_token_id": 0}
-MODELS = {
-    "llama": (FAMILIES["llama"], AutoModelForCausalLM),
-    "gpt2": (FAMILIES["gpt2"], AutoModelForCausalLM),
-    "mixtral": (lambda: build("mixtral", **_EXPERTS, intermediate_size=48), AutoModelForCausalLM),
-    "vit": (FAMILIES["vit"], AutoModelForImageClassification),
-    "t5": (lambda: build("t5", AutoModelForSeq2SeqLM, **_T5, feed_forward_proj="gated-gelu"), AutoModelForSeq2SeqLM),
-}
-ALL = tuple(MODELS)
-DENSE = tuple(name for name in MODELS if name != "mixtral")
-WITH_QKV = ("llama", "mixtral", "vit", "t5")
-GATED = nlr.NobleConfig(rank_ratio=0.25, activation="silu", fusion="gated", up_bias=True, init="pretrained")
-ROWS = {
-    "noble": (ALL, [nlr.NobleConfig(rank=3)]),
-    "gated-noble": (ALL, [GATED]),
-    "shared-noble": (WITH_QKV, [nlr.NobleConfig(rank=3, depth=3, share_down="qkv", expert_down="shared")]),
-    "tanh-noble": (("gpt2",), [nlr.NobleConfig(rank=4, activation="tanh", depth=1)]),
-    "sine": (ALL, [nlr.SineLowRankConfig(rank=2, omega=30)]),
-    "low-rank": (("llama", "mixtral"), [nlr.SineLowRankConfig(rank=2, activation="identity", gain=2)]),
-    "rational": (ALL, [nlr.RationalConfig(groups=4)]),
-    "rational-exact": (("gpt2",), [nlr.RationalConfig(anchor="exact", form="sum_of_abs", degrees=(3, 2))]),
-    "query": (("llama", "gpt2", "mixtral", "vit"), [nlr.NonlinearQueryConfig()]),
-    "kept-query": (("gpt2", "vit"), [nlr.NonlinearQueryConfig(residual="linear")]),
-    "qk-norm": (("llama", "gpt2", "mixtral", "vit"), [nlr.QKNormConfig()]),
-    "several": (("llama", "gpt2"), [nlr.NobleConfig(rank=3), nlr.RationalConfig(groups=4), nlr.QKNormConfig()]),
-    "on-sine-experts": (("mixtral",), [nlr.SineLowRankConfig(rank=2, omega=30), nlr.RationalConfig(groups=4)]),
-}
-CASES = [(row, name) for row, (names, _) in ROWS.items() for name in names]
+from travel_helpers import CASES, MODELS, prepared
 
 WITHOUT_US = """
 import os, sys
@@ -91,6 +57,9 @@ for place in sorted((root / "models").iterdir()):
         assert tensor.isfinite().all(), (place.name, name)
         assert tensor.abs().max() < 20, (place.name, name)
     AutoModel.from_pretrained(place, **trusting)
+    drawn(**inputs).logits.square().sum().backward()
+    own = {name: each.grad for name, each in drawn.named_parameters() if each.grad is not None}
+    assert own and all(each.isfinite().all() for each in own.values()), place.name
     print(place.name)
 """
 
@@ -100,17 +69,11 @@ def saved(tmp_path_factory):
     """The folder of all cases, loaded and saved once more by a process without this package; the models by case."""
     root, found = tmp_path_factory.mktemp("saved"), {}
     for row, name in CASES:
-        make, auto = MODELS[name]
-        model, folder = make().eval(), root / "models" / f"{row}+{name}"
-        for config in ROWS[row][1]:
-            nlr.augment(model, config, verbose=False)
-        randomised(model, 0.05).save_pretrained(folder)
-        inputs = batch(model)
-        if name == "t5":
-            inputs["decoder_input_ids"] = inputs["input_ids"][:, :5]
-        with torch.no_grad():
-            torch.save((inputs, model(**inputs).logits), folder / "outputs.pt")
-        (folder / "auto.txt").write_text(auto.__name__)
+        folder = root / "models" / f"{row}+{name}"
+        model, inputs, logits = prepared(row, name)
+        model.save_pretrained(folder)
+        torch.save((inputs, logits), folder / "outputs.pt")
+        (folder / "auto.txt").write_text(MODELS[name][1].__name__)
         found[row, name] = model
     assert python_prints(WITHOUT_US + LOAD, root).split() == sorted(f"{row}+{name}" for row, name in CASES)
     return root, found

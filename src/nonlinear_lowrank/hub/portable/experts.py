@@ -52,8 +52,8 @@ def experts_forward(experts: Any, linear: Any, hidden_states: Tensor, index: Ten
     numbers_E = torch.arange(experts.num_experts, device=expert_S.device)
     ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
     z_SO = linear(first, hidden_states[order_S // k], expert_S, ends_E)
-    if hasattr(experts.act_fn, "expert_ends"):  # coefficients for each expert
-        experts.act_fn.expert_ends = ends_E.tolist()
+    if hasattr(experts.act_fn, "expert_of_row"):  # coefficients for each expert
+        experts.act_fn.expert_of_row = expert_S
     u_SI = experts._apply_gate(z_SO) if experts.has_gate else experts.act_fn(z_SO)
     y_SO = linear(second, u_SI, expert_S, ends_E)
     if experts.has_post_expert_norm:
@@ -62,13 +62,6 @@ def experts_forward(experts: Any, linear: Any, hidden_states: Tensor, index: Ten
     back_S = torch.empty_like(order_S)
     back_S[order_S] = torch.arange(len(order_S), device=order_S.device)
     return y_SO[back_S].view(tokens, k, -1).sum(1).to(hidden_states.dtype)
-
-
-def by_expert(function: Any, x_SI: Tensor, ends: list[int], *tensors: Tensor | None) -> Tensor:
-    """Return `function(rows of an expert, its part of each tensor)`, expert by expert: (S, O)."""
-    parts = zip(*([None] * len(ends) if each is None else each.unbind(0) for each in tensors), strict=True)
-    rows = [x_SI[first:last] for first, last in zip([0, *ends], ends, strict=False)]
-    return torch.cat([function(each, *part) for each, part in zip(rows, parts, strict=True)])
 
 
 def subclass_of(own: type, experts: Any) -> Any:

@@ -72,7 +72,7 @@ class RationalActivation(Layer, nn.Module):
         return self.evaluate(x, self.rational_numerator, self.rational_denominator)
 
     def evaluate(self, x: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
-        """Return the function by coefficients (G, .), in the type of x."""
+        """Return the function by coefficients (..., G, terms), in the type of x."""
         settings, behind_batch = self.rational, self.rational["channel_dim"] == 1
         z = wide(x.movedim(1, -1) if behind_batch else x)
         low, high = settings["fit_range"]
@@ -89,8 +89,8 @@ class RationalActivation(Layer, nn.Module):
         return y.movedim(-1, 1).contiguous() if behind_batch else y
 
     def _ratio(self, x: Tensor, numerator: Any, denominator: Any) -> Tensor:
-        rows = x.unflatten(-1, (numerator.shape[0], -1))
-        a, b = numerator.to(x.dtype)[:, :, None], denominator.to(x.dtype)[:, :, None]
+        rows = x.unflatten(-1, (numerator.shape[-2], -1))
+        a, b = numerator.to(x.dtype)[..., None], denominator.to(x.dtype)[..., None]
         if self.rational["form"] == "abs_of_sum":
             below = 1 + _polynomial(b, rows).abs()
         else:
@@ -102,10 +102,10 @@ class RationalActivation(Layer, nn.Module):
 
 
 def _polynomial(coefficients: Tensor, x: Tensor) -> Tensor:
-    """Return c0 + c1 x + ... by Horner's rule; coefficients (G, terms, 1), x (..., G, channels of a group)."""
-    value = coefficients[:, -1].expand_as(x)
-    for k in reversed(range(coefficients.shape[1] - 1)):
-        value = torch.addcmul(coefficients[:, k], value, x)
+    """Return c0 + c1 x + ... by Horner's rule; coefficients (..., G, terms, 1), x (..., G, channels of a group)."""
+    value = coefficients[..., -1, :].expand_as(x)
+    for k in reversed(range(coefficients.shape[-2] - 1)):
+        value = torch.addcmul(coefficients[..., k, :], value, x)
     return value
 
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .core import EXPERT_LAYERS, Layer, keeping_float32, with_state
-from .experts import SortedExperts, by_expert, experts_forward, projections
-from .sine_lowrank import draw_sine_factor, sine_product
+from .experts import SortedExperts, experts_forward, grouped_product, projections
+from .sine_lowrank import draw_sine_factor, sine_weight
 
 
 class SineExperts(Layer, SortedExperts):
@@ -51,12 +51,12 @@ class SineExperts(Layer, SortedExperts):
         """(T, d), (T, k), (T, k) -> (T, d)."""
         ends = {parameter: end for end, parameter, *_ in self.ends()}
 
-        def of_one(x: Tensor, up: Tensor, down: Tensor, bias: Tensor | None) -> Tensor:
-            return sine_product(x, up, down, bias, self.sine)
-
         def linear(name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
-            factors = (getattr(self, f"sine_{ends[name]}_{side}") for side in ("up", "down"))
-            return by_expert(of_one, x_SI, ends_E.tolist(), *factors, getattr(self, f"{name}_bias", None))
+            up, down = (getattr(self, f"sine_{ends[name]}_{side}") for side in ("up", "down"))
+            weight_EOI = sine_weight(up, down, self.sine, down.shape[-1]).to(x_SI.dtype)
+            y = grouped_product(x_SI, weight_EOI.transpose(1, 2), ends_E)
+            bias = getattr(self, f"{name}_bias", None)
+            return y if bias is None else y + bias[expert_S].to(y.dtype)
 
         return experts_forward(self, linear, hidden_states, top_k_index, top_k_weights)
 

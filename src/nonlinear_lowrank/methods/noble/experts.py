@@ -128,7 +128,7 @@ class NobleExperts(MultiplierLayer, ExpertsLayer):
         for vector in ("frequency", "phase") if config.activation == "cosine" else ():
             inner += [self._own(end, f"{vector}{k}") for k in range(1, config.depth + 1)]
         inputs: Any = (h_SR.to(y_SO.dtype), expert_S, ends_E, config.activation, *inner)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not torch.compiler.is_exporting():
             u_SR: Any = checkpoint(bottlenecks, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
             u_SR = bottlenecks(*inputs)

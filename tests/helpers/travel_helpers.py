@@ -1,0 +1,53 @@
+"""Tiny models with every method, for what happens to them outside this package: their files, exported programs."""
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForSeq2SeqLM
+
+import nonlinear_lowrank as nlr
+from model_helpers import FAMILIES, SIZES, TOKENS, batch, build, randomised
+
+_EXPERTS = {**SIZES, **TOKENS, "num_key_value_heads": 2, "num_local_experts": 3}
+_T5 = {**TOKENS, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 2, "decoder_start_token_id": 0}
+MODELS = {
+    "llama": (FAMILIES["llama"], AutoModelForCausalLM),
+    "gpt2": (FAMILIES["gpt2"], AutoModelForCausalLM),
+    "mixtral": (lambda: build("mixtral", **_EXPERTS, intermediate_size=48), AutoModelForCausalLM),
+    "vit": (FAMILIES["vit"], AutoModelForImageClassification),
+    "t5": (lambda: build("t5", AutoModelForSeq2SeqLM, **_T5, feed_forward_proj="gated-gelu"), AutoModelForSeq2SeqLM),
+}
+_ALL = tuple(MODELS)
+_WITH_QKV = ("llama", "mixtral", "vit", "t5")
+_GATED = nlr.NobleConfig(rank_ratio=0.25, activation="silu", fusion="gated", up_bias=True, init="pretrained")
+ROWS = {
+    "noble": (_ALL, [nlr.NobleConfig(rank=3)]),
+    "gated-noble": (_ALL, [_GATED]),
+    "shared-noble": (_WITH_QKV, [nlr.NobleConfig(rank=3, depth=3, share_down="qkv", expert_down="shared")]),
+    "tanh-noble": (("gpt2",), [nlr.NobleConfig(rank=4, activation="tanh", depth=1)]),
+    "sine": (_ALL, [nlr.SineLowRankConfig(rank=2, omega=30)]),
+    "low-rank": (("llama", "mixtral"), [nlr.SineLowRankConfig(rank=2, activation="identity", gain=2)]),
+    "rational": (_ALL, [nlr.RationalConfig(groups=4)]),
+    "rational-exact": (("gpt2",), [nlr.RationalConfig(anchor="exact", form="sum_of_abs", degrees=(3, 2))]),
+    "query": (("llama", "gpt2", "mixtral", "vit"), [nlr.NonlinearQueryConfig()]),
+    "kept-query": (("gpt2", "vit"), [nlr.NonlinearQueryConfig(residual="linear")]),
+    "qk-norm": (("llama", "gpt2", "mixtral", "vit"), [nlr.QKNormConfig()]),
+    "several": (("llama", "gpt2"), [nlr.NobleConfig(rank=3), nlr.RationalConfig(groups=4), nlr.QKNormConfig()]),
+    "on-sine-experts": (("mixtral",), [nlr.SineLowRankConfig(rank=2, omega=30), nlr.RationalConfig(groups=4)]),
+}
+CASES = [(row, name) for row, (names, _) in ROWS.items() for name in names]
+
+
+def prepared(row, name):
+    """The model of a case, no tensor at a default, an input and the logits for it."""
+    model = MODELS[name][0]().eval()
+    for config in ROWS[row][1]:
+        nlr.augment(model, config, verbose=False)
+    inputs = batch(randomised(model, 0.05))
+    if name == "t5":
+        inputs["decoder_input_ids"] = inputs["input_ids"][:, :5]
+    with torch.no_grad():
+        return model, inputs, model(**inputs).logits
+
+
+def assert_close(found, expected):
+    """By a share of the largest logit, or of 1: the sine's phases, up to 30 rad, are rounded in another order."""
+    assert (found - expected).abs().max() <= 4e-6 * expected.abs().max().clamp_min(1)
