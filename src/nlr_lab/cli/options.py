@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass, make_dataclass, replace
+from dataclasses import field, fields, is_dataclass, make_dataclass, replace
 from decimal import Decimal
 from typing import Annotated, Any, TypeVar
 
@@ -16,6 +16,8 @@ from tyro import _errors as refusals  # its only structured account of an error;
 from nlr_lab.recipes import RECIPES, check_name, get_recipe, recipe_function, recipes_of
 from nonlinear_lowrank.errors import UserError
 
+from .settings_file import read_settings, with_settings
+
 Options = TypeVar("Options")
 
 _NESTED = {
@@ -23,6 +25,8 @@ _NESTED = {
     "problem": "The signal that is fitted, and the network.",
     "train": "The optimization.",
 }
+_CONFIG = """TOML, JSON or YAML file of settings, nested as here ([train] lr = 1e-3); options override it. A run's
+recipe.json is one, with which RECIPE can be left out."""
 _MOST_DIGITS = 100  # of an integer: 1e999999999 would fill the memory
 _REGISTRY = tyro.constructors.ConstructorRegistry()
 
@@ -46,7 +50,7 @@ def parse(
     """
     # A recipe's labelled lines (Command, Hardware, Time, Expect) are paragraphs of their own.
     description = re.sub(r"(?<!\n)\n(?=[A-Z][a-z]+: )", "\n\n", inspect.cleandoc(description or options.__doc__ or ""))
-    known = [field.name for field in fields(options)] if default is None else list(_leaves(default))  # type: ignore[arg-type]
+    known = [each.name for each in fields(options)] if default is None else list(_leaves(default))  # type: ignore[arg-type]
     nested = next((name for name in known if name.startswith("train.")), None)
     if nested is not None:
         short = _option(nested.rpartition(".")[2])
@@ -80,17 +84,27 @@ def parse_recipe(
     """
     known = recipes_of(command)
     name, rest = "", list(arguments)
+    file = _value_of("--config", rest) if command != "fit" else None
+    settings = read_settings(file) if file else {}
     if rest[:1] in (["-h"], ["--help"]):
         name = known[0]  # options depend on the recipe; any of them shows what there is
     elif rest and not rest[0].startswith("-"):
         name = rest.pop(0)
+    elif isinstance(settings.get("name"), str):  # a run's own
+        name = settings["name"]
     if not name:
         raise UserError(f"name a recipe first: nlr {command} RECIPE; there are {', '.join(known)}")
     check_name(name, command)
     recipe = get_recipe(name)
+    if file:
+        if settings.get("name", name) != name:
+            raise UserError(f"--config {file} is of the recipe {settings['name']!r}; name that one, or none")
+        recipe = with_settings(recipe, settings, file, arm_is_given=_value_of("--arm", rest) is not None)
     subject = "problem" if RECIPES[name].command == "fit" else "task"
     own = {each: getattr(recipe, each) for each in (subject, "train")}
     nested = [(each, Annotated[type(own[each]), tyro.conf.arg(help=_NESTED[each])]) for each in own]
+    if command != "fit":
+        nested += [("config", Annotated[str, tyro.conf.arg(help=_CONFIG)], field(default=""))]  # type: ignore[list-item]
     options = make_dataclass("Options", nested, bases=(options,), frozen=True, kw_only=True)
     description = inspect.getdoc(recipe_function(name)) or ""
     if command in ("train", "finetune"):
@@ -103,6 +117,15 @@ def parse_recipe(
     return replace(recipe, **chosen), parsed
 
 
+def _value_of(option: str, arguments: Sequence[str]) -> str | None:
+    """Return the value of an option among arguments, or None."""
+    for place, argument in enumerate(arguments):
+        name, has_value, value = argument.partition("=")
+        if name == option:
+            return value if has_value else next(iter(arguments[place + 1 :]), "")
+    return None
+
+
 def table_width() -> int:
     """Columns for a table: the terminal's; where a file or a program reads it, enough that no name is folded."""
     return max(100, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 200
@@ -110,12 +133,12 @@ def table_width() -> int:
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[str]:
     """Dotted names of the fields that hold no dataclass."""
-    for field in fields(value):
-        inner = getattr(value, field.name)
+    for each in fields(value):
+        inner = getattr(value, each.name)
         if is_dataclass(inner) and not isinstance(inner, type):
-            yield from _leaves(inner, f"{prefix}{field.name}.")
+            yield from _leaves(inner, f"{prefix}{each.name}.")
         else:
-            yield f"{prefix}{field.name}"
+            yield f"{prefix}{each.name}"
 
 
 def _lengthen(argument: str, known: Sequence[str]) -> str:

@@ -44,6 +44,50 @@ def test_train_leaves_a_run_that_evaluate_repeats(trained, capsys, tmp_path):
     assert re.search(r"perplexity \d.* bits per byte \d", out)
 
 
+@pytest.mark.parametrize("kind", ["toml", "yaml", "json"])
+def test_settings_come_from_a_file_and_options_override_it(trained, capsys, tmp_path, kind):
+    _, options = trained
+    content = {
+        "toml": 'arm = "noble:rank=2"\n[train]\nlr = 3e-3\nseed = 5\n',
+        "yaml": "arm: noble:rank=2\ntrain:\n  lr: 3.0e-3\n  seed: 5\n",
+        "json": '{"arm": "noble:rank=2", "train": {"lr": 3e-3, "seed": 5}}',
+    }
+    file, out = tmp_path / f"settings.{kind}", tmp_path / "run"
+    file.write_text(content[kind])
+    succeed(capsys, "train", "llm-demo", "--config", file, "--seed", "6", "--out", out, *options)
+    recipe = json.loads((out / "recipe.json").read_text())["recipe"]
+    assert (recipe["arm"]["settings"], recipe["train"]["lr"], recipe["train"]["seed"]) == ({"rank": 2}, 3e-3, 6)
+
+
+def test_a_runs_own_file_makes_it_again_with_changes(trained, capsys, tmp_path):
+    folder, _ = trained
+    succeed(capsys, "train", "--config", folder / "run" / "recipe.json", "--out", tmp_path / "same")
+    weights = [load_file(run / "model" / "model.safetensors") for run in (folder / "run", tmp_path / "same")]
+    assert all(value.equal(weights[1][name]) for name, value in weights[0].items())
+    command = ["train", f"--config={folder / 'run' / 'recipe.json'}", "--arm", "baseline", "--out", tmp_path / "other"]
+    succeed(capsys, *command)
+    assert json.loads((tmp_path / "other" / "result.json").read_text())["arm"] == "baseline"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.toml", "[train]\nwarmup_step = 3", "unknown setting train.warmup_step; did you mean train.warmup_steps?"),
+        ("a.toml", "[train", "a.toml cannot be read: "),
+        ("a.toml", "[train]\nlr = -1", "lr must be"),
+        ("a.json", "[1]", "must hold settings by their names"),
+        ("a.json", '{"name": "mlm-demo"}', "is of the recipe 'mlm-demo'; name that one, or none"),
+        ("a.yaml", "arm: os:system", "calls code, os:system; if you know what it does, give it as --arm"),
+        ("a.ini", "", ".ini is none of .toml, .json, .yaml"),
+    ],
+)
+def test_wrong_files_of_settings_are_refused(capsys, tmp_path, name, content, words):
+    (tmp_path / name).write_text(content)
+    command = ["train", "llm-demo", "--config", tmp_path / name, "--out", tmp_path / "run"]
+    assert words in refused(capsys, *command)
+    assert not (tmp_path / "run").exists()
+
+
 def test_generate_continues_a_prompt(trained, capsys):
     folder, _ = trained
     arguments = ["generate", folder / "run", "--prompt", "tree river", "--max-new-tokens", "5", "--seed", "1"]
