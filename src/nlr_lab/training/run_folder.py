@@ -15,6 +15,7 @@ from nlr_lab.runtime.storage import (
     holds_former,
     opened,
     read_json,
+    step_folders,
     write_json,
 )
 from nlr_lab.tasks.task import changed_files, data_record
@@ -47,13 +48,21 @@ class RunFolder:
     def __init__(self, path: Path, recipe: Recipe) -> None:
         self.path, self.recipe = path, recipe
         self._held = ExitStack()
+        self._longer = False
 
     def check(self, *, resume: bool, overwrite: bool) -> TrainResult | None:
-        """Return the result of a finished run that is resumed, else None; UserError where it may not be written to."""
+        """Return the result of a finished run that is resumed, else None; UserError where it may not be written to.
+
+        A resumed run may have more steps than it began with, where its learning rate has not come down for fewer.
+        """
         if not holds_former(self.path, RECIPE, "training run of ours", resume=resume, overwrite=overwrite):
             return None
         former = Recipe.from_dict(read_json(self.path / RECIPE, recipe=dict)["recipe"])
         before, now = flatten(former.to_dict()), flatten(self.recipe.to_dict())
+        self._longer = former.train.steps < self.recipe.train.steps and former.train.steps > 0
+        if self._longer:
+            self._check_longer(former)
+            before["train.steps"] = now["train.steps"]
         for name in sorted((before.keys() | now.keys()) - _FREE):
             if before.get(name) != now.get(name):
                 raise UserError(
@@ -61,7 +70,21 @@ class RunFolder:
                     "now; resume with the former value, use another folder, or --overwrite"
                 )
         result = self.path / RESULT
-        return TrainResult.from_json(result.read_text(encoding="utf-8")) if result.is_file() else None
+        found = result.is_file() and not self._longer
+        return TrainResult.from_json(result.read_text(encoding="utf-8")) if found else None
+
+    def _check_longer(self, former: Recipe) -> None:
+        """Raise UserError where the steps so far are not the first ones of a longer run."""
+        train, reached = former.train, max(step_folders(self.path / "checkpoints"), default=0)
+        held = {"constant": train.steps, "wsd": train.steps - train.decay_steps if train.schedule == "wsd" else 0}
+        if reached > held.get(train.schedule, min(train.warmup_steps, self.recipe.train.warmup_steps)):
+            raise UserError(
+                f"the run in {self.path} is at step {reached} of a {train.schedule} schedule over {train.steps} steps, "
+                f"which is another one over {self.recipe.train.steps}; start a new run with --init-from {self.path}, "
+                "or use schedule constant or wsd where more steps may follow"
+            )
+        if train.group_by_length:
+            raise UserError(f"with group_by_length the order of the data depends on steps; keep {train.steps}")
 
     def open(self, fingerprint: str, *, overwrite: bool) -> None:
         """Make the folder this run's; UserError where its run began with other data, or it cannot be written."""
@@ -73,6 +96,9 @@ class RunFolder:
             )
         self._held.enter_context(opened(self.path, *_OURS, overwrite=overwrite))
         with disk_errors(str(self.path)):
+            if self._longer and not overwrite:
+                (self.path / RESULT).unlink(missing_ok=True)
+                write_json(about, {**read_json(about, recipe=dict), "recipe": self.recipe.to_dict()})
             if not about.is_file():
                 recipe = {"recipe": self.recipe.to_dict(), "fingerprint": fingerprint}
                 made = {**provenance(self.recipe.train.threads), "deterministic": determinism()}

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 from pathlib import Path
 from unittest import mock
@@ -137,6 +138,30 @@ def test_resuming_anywhere_gives_the_same_bits(finished, tmp_path, settings):
         result = run_training(make_recipe(keep_checkpoints=9, **settings), out, resume=True, prepared=TEXT, quiet=True)
         assert [step for step, _ in result.curve] == [5, 10, 12], "the evaluation curve is whole"
         assert_same(out, done)
+
+
+@pytest.mark.parametrize("schedule", [{"schedule": "constant"}, {"schedule": "wsd", "decay_share": 0.25}])
+def test_a_longer_run_has_the_bits_of_one_that_was_never_shorter(tmp_path, schedule):
+    long = make_recipe(steps=24, keep_checkpoints=9, **schedule)
+    run_training(long, tmp_path / "whole", prepared=TEXT, quiet=True)
+    run_training(make_recipe(keep_checkpoints=9, **schedule), tmp_path / "out", prepared=TEXT, quiet=True)
+    if schedule["schedule"] == "wsd":
+        with pytest.raises(UserError, match=r"at step 12 of a wsd schedule over 12 steps.* --init-from"):
+            run_training(long, tmp_path / "out", resume=True, prepared=TEXT, quiet=True)
+        for step in (10, 12):  # the decay begins at 9
+            shutil.rmtree(tmp_path / "out" / "checkpoints" / f"step-{step:06d}")
+    result = run_training(long, tmp_path / "out", resume=True, prepared=TEXT, quiet=True)
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    assert result.steps == json.loads((tmp_path / "out" / "recipe.json").read_text())["recipe"]["train"]["steps"] == 24
+    assert run_training(long, tmp_path / "out", resume=True, prepared=TEXT, quiet=True).to_dict() == result.to_dict()
+
+
+def test_a_schedule_that_came_down_is_not_stretched(tmp_path):
+    run_training(make_recipe(), tmp_path, prepared=TEXT, quiet=True)
+    for steps, words in ((24, "is at step 12 of a linear schedule over 12 steps"), (6, "train.steps was 12 when")):
+        with pytest.raises(UserError, match=words):
+            run_training(make_recipe(steps=steps), tmp_path, resume=True, prepared=TEXT, quiet=True)
+    assert (tmp_path / "result.json").is_file()
 
 
 def test_checkpoint_is_complete_and_has_no_pickle(finished):
