@@ -19,6 +19,7 @@ QUANTIZED := $(VENV)/quantized
 KERNELS := $(VENV)/kernels
 DEEPSPEED := $(VENV)/deepspeed
 TORCHTITAN := $(VENV)/torchtitan
+ONNX := $(VENV)/onnx
 PEFT := $(VENV)/peers/peft
 TRANSFORMERS := $(VENV)/peers/transformers
 # Keyed to the content, not the time: a fresh checkout has new times and the same content.
@@ -29,7 +30,7 @@ DEMO_OUT ?= demo
 # The comparison ends within so many minutes, in fewer steps on a busy machine; the rest of ten is for starting.
 DEMO_MINUTES ?= 9
 
-.PHONY: help setup demo test test-peers peers fuzz test-deepspeed test-all lint format figures docs lock clean
+.PHONY: help setup demo test test-peers peers fuzz test-deepspeed test-onnx test-all lint format figures docs lock clean
 
 help:
 	@sed -n '1,8s/^# //p' Makefile
@@ -83,6 +84,10 @@ $(TORCHTITAN)/.installed: $(STAMP) requirements-torchtitan.lock
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(TORCHTITAN) -r requirements-torchtitan.lock
 	@touch $@
 
+$(ONNX)/.installed: $(STAMP) requirements-onnx.lock
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(ONNX) -r requirements-onnx.lock
+	@touch $@
+
 demo: $(STAMP)
 	$(BIN)/nlr compare llm-demo --out $(DEMO_OUT) --resume --max-minutes $(DEMO_MINUTES)
 	@echo "the table: $(DEMO_OUT)/report.md   the picture: $(DEMO_OUT)/curves.png   everything: $(DEMO_OUT)/results.json"
@@ -120,6 +125,9 @@ peers: $(PEFT)/.installed $(TRANSFORMERS)/.installed
 
 test-deepspeed: $(DEEPSPEED)/.installed
 	PYTHONPATH=$(DEEPSPEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/lab/training/test_deepspeed.py
+
+test-onnx: $(ONNX)/.installed
+	PYTHONPATH=$(ONNX) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -k onnx tests/library/hub/test_export.py
 
 # The seeds that failed are repeated by `make fuzz NLR_FUZZ=...`.
 fuzz: NLR_FUZZ ?= $(shell date +%s)

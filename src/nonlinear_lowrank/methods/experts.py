@@ -63,6 +63,9 @@ def grouped_product(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     """Return each row times the matrix of its expert, (S, O); `ends_E` (int32) is where the rows of each end."""
     if _has_kernel(x_SI, weight_EIO):
         return F.grouped_mm(x_SI, weight_EIO, offs=ends_E)
+    if torch.compiler.is_exporting():  # ops that other formats know: a matrix for every row, as "batched_mm" does
+        expert_S = (torch.arange(x_SI.shape[0], device=x_SI.device)[:, None] >= ends_E).sum(1)
+        return torch.bmm(x_SI[:, None], weight_EIO[expert_S])[:, 0]
     fallback: Any = torch.ops.transformers.grouped_mm_fallback
     return cast(Tensor, fallback(x_SI, weight_EIO, ends_E))
 
@@ -100,7 +103,10 @@ def experts_forward(
     (tokens, k), (first, second) = top_k_index.shape, projections(module)
     expert_S, order_S = top_k_index.reshape(-1).sort()
     numbers_E = torch.arange(module.num_experts, device=expert_S.device)
-    ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
+    if torch.compiler.is_exporting():
+        ends_E = (expert_S <= numbers_E[:, None]).sum(1, dtype=torch.int32)
+    else:
+        ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
     z_SO = linear(first.name, hidden_states[order_S // k], expert_S, ends_E)
     with _rows_of_experts(module, ends_E):
         u_SI = module._apply_gate(z_SO) if module.has_gate else module.act_fn(z_SO)
