@@ -16,7 +16,7 @@ from tyro import _errors as refusals  # its only structured account of an error;
 from nlr_lab.recipes import RECIPES, check_name, get_recipe, recipe_function, recipes_of
 from nonlinear_lowrank.errors import UserError
 
-from .settings_file import read_settings, with_settings
+from .settings_file import as_arguments, read_settings
 
 Options = TypeVar("Options")
 
@@ -84,7 +84,7 @@ def parse_recipe(
     """
     known = recipes_of(command)
     name, rest = "", list(arguments)
-    file = _value_of("--config", rest) if command != "fit" else None
+    file = _config(rest)
     settings = read_settings(file) if file else {}
     if rest[:1] in (["-h"], ["--help"]):
         name = known[0]  # options depend on the recipe; any of them shows what there is
@@ -96,20 +96,18 @@ def parse_recipe(
         raise UserError(f"name a recipe first: nlr {command} RECIPE; there are {', '.join(known)}")
     check_name(name, command)
     recipe = get_recipe(name)
-    if file:
-        if settings.get("name", name) != name:
-            raise UserError(f"--config {file} is of the recipe {settings['name']!r}; name that one, or none")
-        recipe = with_settings(recipe, settings, file, arm_is_given=_value_of("--arm", rest) is not None)
+    if settings.get("name", name) != name:
+        raise UserError(f"--config {file} is of the recipe {settings['name']!r}; name that one, or none")
     subject = "problem" if RECIPES[name].command == "fit" else "task"
     own = {each: getattr(recipe, each) for each in (subject, "train")}
     nested = [(each, Annotated[type(own[each]), tyro.conf.arg(help=_NESTED[each])]) for each in own]
-    if command != "fit":
-        nested += [("config", Annotated[str, tyro.conf.arg(help=_CONFIG)], field(default=""))]  # type: ignore[list-item]
+    nested += [("config", Annotated[str, tyro.conf.arg(help=_CONFIG)], field(default=""))]  # type: ignore[list-item]
     options = make_dataclass("Options", nested, bases=(options,), frozen=True, kw_only=True)
     description = inspect.getdoc(recipe_function(name)) or ""
     if command in ("train", "finetune"):
         description += f"\n\nA run again, with its own recipe and arm: nlr {command} --from RUN --out NEW."
     default = options(**defaults(recipe), **own)
+    rest = [*as_arguments(settings, [each for each in _leaves(default) if each != "config"], file, rest), *rest]
     parsed = parse(options, rest, command=f"{command} {name}", description=description, default=default)
     chosen = {each: getattr(parsed, each) for each in own}
     if "task" in chosen:
@@ -117,13 +115,13 @@ def parse_recipe(
     return replace(recipe, **chosen), parsed
 
 
-def _value_of(option: str, arguments: Sequence[str]) -> str | None:
-    """Return the value of an option among arguments, or None."""
+def _config(arguments: Sequence[str]) -> str:
+    """Return the value of --config, or ""."""
     for place, argument in enumerate(arguments):
         name, has_value, value = argument.partition("=")
-        if name == option:
+        if name == "--config":
             return value if has_value else next(iter(arguments[place + 1 :]), "")
-    return None
+    return ""
 
 
 def table_width() -> int:

@@ -2,14 +2,18 @@
 
 import difflib
 import json
+import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nlr_lab.runtime.storage import flatten
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import one_line
+
+_OTHERS = ("name", "description", "arm", "arms", "seeds", "tune_lr")  # of a recipe: some are of other commands
+_CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(,.*)?")  # a module:function
 
 
 def read_settings(path: str) -> dict[str, Any]:
@@ -35,38 +39,50 @@ def read_settings(path: str) -> dict[str, Any]:
         raise UserError(f"--config {path} cannot be read: {one_line(error)}") from error
     if isinstance(found, dict) and isinstance(found.get("recipe"), dict):  # a run's own
         found = found["recipe"]
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in flatten(found)):
         raise UserError(f"--config {path} must hold settings by their names, as in [train] lr = 1e-3")
+    if isinstance(found.get("arm"), dict):
+        from nlr_lab.training.arms import Arm
+
+        try:
+            found = {**found, "arm": str(Arm(**found["arm"]))}
+        except TypeError as error:
+            raise UserError(f"--config {path} has no arm in its table: {one_line(error)}") from error
     return found
 
 
-def with_settings(recipe: Any, settings: Mapping[str, Any], path: str, *, arm_is_given: bool = False) -> Any:
-    """Return the recipe with a file's settings.
+def as_arguments(settings: Mapping[str, Any], known: Sequence[str], path: str, given: Sequence[str]) -> list[str]:
+    """Return a file's settings as options, to be read like those of the command line and before them.
+
+    Args:
+        settings: by their names, nested or dotted; the ends of names too where those are unique.
+        known: the command's settings by their dotted names.
+        path: the file, for errors.
+        given: the command line's own.
 
     Raises:
-        UserError: a setting that it does not have; or an arm that calls a function, which the command line must name.
+        UserError: a setting that there is not; or an arm that calls a function, which the command line must name.
     """
-    from nlr_lab.training.arms import Arm
-
-    plain = recipe.to_dict()
-    arm = plain["arm"] if arm_is_given else settings.get("arm", plain["arm"])
-    method = Arm.parse(arm).method if isinstance(arm, str) else arm.get("method", "")
-    if ":" in method and not arm_is_given:
-        raise UserError(f"the arm of --config {path} calls code, {method}; if you know what it does, give it as --arm")
-    given = {name: value for name, value in settings.items() if name not in ("arm", "name", "description")}
-    merged = _merged(plain, given, "", path)
-    merged["arm"] = plain["arm"] if isinstance(arm, str) else arm
-    found = type(recipe).from_dict(merged)
-    return replace(found, arm=Arm.parse(arm)) if isinstance(arm, str) else found
-
-
-def _merged(plain: Mapping[str, Any], given: Mapping[str, Any], where: str, path: str) -> dict[str, Any]:
-    merged = dict(plain)
-    for name, value in given.items():
-        if name not in plain:
-            near = difflib.get_close_matches(name, plain, n=1)
-            hint = f"did you mean {where}{near[0]}?" if near else f"there are {', '.join(plain)}"
-            raise UserError(f"--config {path} has an unknown setting {where}{name}; {hint}")
-        nested = isinstance(plain[name], Mapping) and isinstance(value, Mapping)
-        merged[name] = _merged(plain[name], value, f"{where}{name}.", path) if nested else value
-    return merged
+    arguments = []
+    for name, value in flatten(settings).items():
+        if name not in known and not any(each.endswith(f".{name}") for each in known):
+            if name in _OTHERS:
+                continue
+            near = difflib.get_close_matches(name, [*known, *(each.rpartition(".")[2] for each in known)], n=1)
+            raise UserError(
+                f"--config {path} has an unknown setting {name}{f'; did you mean {near[0]}?' if near else ''}"
+            )
+        if name in ("arm", "arms") and any(each.partition("=")[0] == f"--{name}" for each in given):
+            continue
+        values = [str(each) for each in (value if isinstance(value, list) else [value])]
+        if code := [each for each in values if name in ("arm", "arms") and _CODE.fullmatch(each)]:
+            hint = f"if you know what it does, give it as --{name}"
+            raise UserError(f"an arm of --config {path} calls code, {code[0]}; {hint}")
+        stem, dot, last = name.replace("_", "-").rpartition(".")
+        if isinstance(value, bool):
+            arguments.append(f"--{stem}{dot}{'' if value else 'no-'}{last}")
+        elif isinstance(value, list):
+            arguments += [f"--{stem}{dot}{last}", *values]
+        else:
+            arguments.append(f"--{stem}{dot}{last}={value}")
+    return arguments

@@ -3,12 +3,16 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from cli_helpers import refused, run, succeed
 from nlr_lab.cli import main as cli
+from nlr_lab.cli.options import parse_recipe
+from nlr_lab.cli.train import TrainOptions
+from nlr_lab.recipes import get_recipe, recipes_of
 from pretraining_helpers import corpus
 
 SIZES = [
@@ -49,7 +53,7 @@ def test_settings_come_from_a_file_and_options_override_it(trained, capsys, tmp_
     _, options = trained
     content = {
         "toml": 'arm = "noble:rank=2"\n[train]\nlr = 3e-3\nseed = 5\n',
-        "yaml": "arm: noble:rank=2\ntrain:\n  lr: 3.0e-3\n  seed: 5\n",
+        "yaml": "arm: noble:rank=2\nlr: 3e-3\ntrain:\n  seed: 5\n",  # 3e-3 is a text to YAML
         "json": '{"arm": "noble:rank=2", "train": {"lr": 3e-3, "seed": 5}}',
     }
     file, out = tmp_path / f"settings.{kind}", tmp_path / "run"
@@ -73,6 +77,11 @@ def test_a_runs_own_file_makes_it_again_with_changes(trained, capsys, tmp_path):
     ("name", "content", "words"),
     [
         ("a.toml", "[train]\nwarmup_step = 3", "unknown setting train.warmup_step; did you mean train.warmup_steps?"),
+        ("a.toml", "widht = 3", "unknown setting widht; did you mean width?"),
+        ("a.toml", "train = 3", "unknown setting train; did you mean train."),
+        ("a.toml", "[train]\nbf16 = 'no'", "unrecognized argument no"),
+        ("a.toml", "[train]\nthreads = 'two'", "--train.threads: "),
+        ("a.toml", "[arm]\nmethods = 'noble'", "has no arm in its table"),
         ("a.toml", "[train", "a.toml cannot be read: "),
         ("a.toml", "[train]\nlr = -1", "lr must be"),
         ("a.json", "[1]", "must hold settings by their names"),
@@ -86,6 +95,18 @@ def test_wrong_files_of_settings_are_refused(capsys, tmp_path, name, content, wo
     command = ["train", "llm-demo", "--config", tmp_path / name, "--out", tmp_path / "run"]
     assert words in refused(capsys, *command)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "finetune"])
+def test_the_settings_of_every_recipe_survive_a_file(tmp_path, command):
+    file = tmp_path / "recipe.json"
+    for recipe in map(get_recipe, recipes_of(command)):
+        others = {"bf16": not recipe.train.bf16, "compile": not recipe.train.compile}
+        train = replace(recipe.train, seed=7, betas=(0.5, 0.75), threads=3, head_lr=None, **others)
+        file.write_text(json.dumps({"recipe": replace(recipe, train=train).to_dict()}))
+        defaults = lambda _: {"out": "", "arm": ""}  # noqa: E731
+        found, options = parse_recipe(TrainOptions, ["--config", str(file)], command=command, defaults=defaults)
+        assert (found.task, found.train, options.arm) == (recipe.task.with_data_known(), train, str(recipe.arm))
 
 
 def test_generate_continues_a_prompt(trained, capsys):
