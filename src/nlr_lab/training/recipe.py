@@ -60,6 +60,8 @@ class TrainConfig:
     """Gradients are clipped to this norm; 0: not clipped."""
     bf16: bool = False
     """Autocast to bfloat16; weights and optimizer stay as they are (float32, unless a checkpoint's dtype says so)."""
+    fp8: bool = False
+    """Dense linears multiply in float8 (torchao's, with scales of whole tensors), branches in bfloat16; needs bf16."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass, a block at a time: less memory, a third more time."""
     compile: bool = False
@@ -102,6 +104,8 @@ class TrainConfig:
                 check_number(name, getattr(self, name), above=0)
         for name in ("weight_decay", "max_grad_norm", "warmup_share", "min_lr_share", "decay_share"):
             check_number(name, getattr(self, name), minimum=0)
+        if self.fp8 and not self.bf16:
+            raise UserError("fp8 is for the dense linears of a run in bfloat16; set bf16 too")
         if self.seed >= 2**31:
             raise UserError(f"seed must be below 2**31, got {self.seed}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

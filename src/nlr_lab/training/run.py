@@ -109,6 +109,10 @@ def run_training(
         if recipe.task.pretrained:  # peft writes it into the adapter's config
             model.name_or_path = model.config.name_or_path = recipe.task.model.portable_name()
         model = apply_arm(recipe, arm, model, verbose=report and not quiet)
+        if train.fp8:
+            from .fp8 import to_float8
+
+            to_float8(model, verbose=report and not quiet)
         parameters = count_parameters(model)
         known = {
             "arm": arm.name,
