@@ -6,6 +6,7 @@ Each is told at the moment it is imported, or at once where it already is:
   transformers knows more than 400 backbones.
 - Methods' modules of adapters are imported with peft, to which they register themselves (`adapters.tuner`). A saved
   adapter names its type in adapter_config.json: a process without this package fails there with `KeyError: 'NLR_...'`.
+  Tuners find the modules of an augmented model that they take by default (`peft_targets`).
 - diffusers' `load_lora_adapter` builds a LoraConfig out of the settings in a file, whatever they are of; of ours it is
   given the config that they are of.
 - Our own `augment` is told to make saveable what it augmented.
@@ -76,6 +77,17 @@ def _on_peft(_peft: Any) -> None:
     for method in base.all_methods().values():
         if method.adapter:
             importlib.import_module(method.adapter)
+
+    def inject(inject: Any, tuner: Any, args: Any, kwargs: Any) -> Any:
+        model = kwargs["model"] if "model" in kwargs else args[0]
+        name = kwargs["adapter_name"] if "adapter_name" in kwargs else args[1]
+        if str(getattr(getattr(model, "config", None), "model_type", "")).startswith(TYPE_PREFIX):
+            targets = importlib.import_module("nonlinear_lowrank.hub.peft_targets")
+            targets.fill_in_targets(tuner, model, tuner.peft_config[name])
+        return inject(*args, **kwargs)
+
+    tuners = importlib.import_module("peft.tuners.tuners_utils")
+    wrapt.wrap_function_wrapper(tuners.BaseTuner, "inject_adapter", inject)
 
 
 def _on_diffusers(loaders: Any) -> None:

@@ -1,0 +1,44 @@
+"""Modules that peft's tuners take in augmented models where a config names none: those it takes in the plain model.
+
+peft chooses them by the model_type of the config, and a twin has one of its own. The linear beside a branch is
+"q_proj.dense", that behind QK-norm "q_proj.projection".
+"""
+
+from collections import defaultdict
+from typing import Any
+
+from nonlinear_lowrank.methods.base import dense_part, method_of_layer
+
+from .registration import TYPE_PREFIX
+
+
+def fill_in_targets(tuner: Any, model: Any, config: Any) -> None:
+    """Set `config.target_modules` for an augmented model, where it is None and the tuner knows the plain model's type.
+
+    Names that no longer hold a linear of their own (sine low-rank weights, nonlinear queries) are left out.
+    """
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    known = getattr(tuner, "target_module_mapping", {}).get(str(model_type).removeprefix(TYPE_PREFIX))
+    named = getattr(config, "target_modules", ()) is not None or getattr(config, "target_parameters", None)
+    if named or not str(model_type).startswith(TYPE_PREFIX) or not isinstance(known, list | tuple | set):
+        return
+    places: dict[str, list[str]] = defaultdict(list)  # whole names, by the end that they have beside the plain name
+    for name, module in model.named_modules():
+        plain = next((each for each in known if f".{name}".endswith(f".{each}")), None)
+        if plain is not None and (inner := _inside(module)) is not None:
+            places[plain + inner].append(name + inner)
+    # A name with two ends would also match layers that no tuner takes.
+    several = len({end.removesuffix(".dense").removesuffix(".projection") for end in places}) < len(places)
+    if places:
+        config.target_modules = set().union(*places.values()) if several else set(places)
+
+
+def _inside(module: Any) -> str | None:
+    """Return the path to the plain module in a layer, "" where it is one, None where there is none."""
+    path = ""
+    while method_of_layer(module) is not None:
+        child = "projection" if hasattr(module, "projection") else "dense" if dense_part(module) is not None else None
+        if child is None:
+            return None
+        module, path = getattr(module, child), f"{path}.{child}"
+    return path

@@ -1,0 +1,67 @@
+"""Default targets of peft's tuners in augmented models."""
+
+import peft
+import pytest
+import torch
+
+import nonlinear_lowrank as nlr
+from adapter_helpers import PEFT_WARNINGS
+from model_helpers import FAMILIES, batch
+
+pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
+
+NOBLE, QK_NORM = nlr.NobleConfig(rank=3), nlr.QKNormConfig()
+SOME = {"include": r".*layers\.0\..*"}
+
+
+def augmented(family, *configs, **choice):
+    model = FAMILIES[family]()
+    for config in configs:
+        nlr.augment(model, config, **choice, verbose=False)
+    return model
+
+
+@pytest.mark.parametrize("adapter", [peft.LoraConfig, peft.LoHaConfig, peft.PeanutConfig, nlr.SineLoraConfig])
+@pytest.mark.parametrize(
+    ("family", "methods", "choice", "ends"),
+    [
+        ("llama", [nlr.RationalConfig(groups=4)], {}, {"q_proj", "v_proj"}),
+        ("llama", [NOBLE], {}, {"q_proj.dense", "v_proj.dense"}),
+        ("llama", [NOBLE, QK_NORM], {}, {"q_proj.projection.dense", "v_proj.dense"}),
+        ("llama", [nlr.NonlinearQueryConfig()], {}, {"v_proj"}),
+        ("gpt2", [NOBLE], {}, {"c_attn.dense"}),
+        (
+            "llama",
+            [NOBLE],
+            SOME,
+            {f"model.layers.{layer}.self_attn.{name}" for name in ("q_proj", "v_proj") for layer in ("0", "1")},
+        ),
+    ],
+    ids=["rational", "noble", "around noble", "without queries", "fused", "some layers"],
+)
+def test_tuners_find_what_they_take_in_the_plain_model(adapter, family, methods, choice, ends):
+    if adapter in (peft.LoHaConfig, peft.PeanutConfig) and family == "gpt2":
+        pytest.skip("no Conv1D in this tuner")
+    model = augmented(family, *methods, **choice)
+    if choice:
+        ends = {f"{end}.dense" if ".0." in end else end for end in ends}
+    config = adapter(r=2, **({"fan_in_fan_out": True} if family == "gpt2" else {}))
+    tuned = peft.get_peft_model(model, config)
+    assert tuned.peft_config["default"].target_modules == ends
+    tuned(**batch(tuned.base_model.model)).logits.sum().backward()
+    trained = {name: each.grad for name, each in tuned.named_parameters() if each.requires_grad}
+    assert trained
+    assert all(gradient is not None and torch.isfinite(gradient).all() for gradient in trained.values())
+
+
+def test_where_nothing_is_left_peft_asks_for_targets():
+    model = augmented("llama", nlr.SineLowRankConfig(rank=2, omega=30))
+    with pytest.raises(ValueError, match="specify `target_modules`"):
+        peft.get_peft_model(model, peft.LoraConfig())
+
+
+def test_named_targets_and_plain_models_stay():
+    named = peft.get_peft_model(augmented("llama", NOBLE), peft.LoraConfig(target_modules=["k_proj.dense"]))
+    assert named.peft_config["default"].target_modules == {"k_proj.dense"}
+    plain = peft.get_peft_model(FAMILIES["llama"](), peft.LoraConfig())
+    assert plain.peft_config["default"].target_modules == {"q_proj", "v_proj"}
