@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
 from random import Random
@@ -240,8 +241,12 @@ def _train(out: Path, errors: Any, limit: int | None, fault: bool, settings: dic
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     if fault:
         os.environ["NLR_TEST_FAULT"] = "1"
+    text = settings.pop("text", None)
+    recipe, prepared = make_recipe(**settings), FakeText() if text is None else None
     try:
-        run_training(make_recipe(**settings), out, resume=True, prepared=FakeText(), quiet=True)
+        if text is not None:
+            recipe = replace(recipe, task=replace(recipe.task, text=text))
+        run_training(recipe, out, resume=True, prepared=prepared, quiet=True)
     except StoppedBySignal as error:
         sys.exit(error.exit_code)
     except UserError as error:

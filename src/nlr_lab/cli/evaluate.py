@@ -147,9 +147,9 @@ def _score_own_text(recipe: Any, folder: Path, options: EvaluateOptions) -> dict
             f"the text of {recipe.name} now has a vocabulary of {prepared.vocab_size}, the model one of "
             f"{model.config.vocab_size}: the source or its tokenizer has changed; pass --text"
         )
-    size = prepared.valid_bytes_per_token  # image tokens have no bytes of text
+    size = prepared.valid_bytes_per_token
     score = score_sequences(model, prepared.valid, bytes_per_token=size, batch_size=options.batch_size)
-    what, data = ("images", recipe.task.tokens) if size is None else ("text", recipe.task.text)
+    what, data = ("text", recipe.task.text) if hasattr(recipe.task, "text") else ("images", recipe.task.tokens)
     name = f"held-out {what} of {recipe.name} ({data.source})"
     print(f"{name}: {score}")
     return {"source": name, **score.to_json()}

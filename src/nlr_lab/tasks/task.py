@@ -8,7 +8,7 @@ import functools
 import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -86,6 +86,10 @@ class Examples:
     def seeded(self, seed: int) -> Self:
         """Return the same examples with the draws (masks, augmentation) of a run's seed."""
         return self
+
+    def drawn(self, indices: Iterable[int]) -> list[dict[str, Any]]:
+        """Return what these indices draw from each source of a mixture; of one source alone nothing is counted."""
+        return []
 
 
 def stack(items: Items) -> Batch:
@@ -317,11 +321,18 @@ def data_record(task: Any, fingerprint: str) -> dict[str, Any]:
                                      "files": {"a.txt": {"bytes": ..., "sha256": ...}}},
                      "text.tokenizer": {"name": "bpe"}}}           embedded, learned, or by its name on the hub
 
-    Paths are relative to what the setting names. The sha256 of a source is that of its files' names and hashes.
+    Paths are relative to what the setting names. The sha256 of a source is that of its files' names and hashes. The
+    sources of a mixture have entries of their own: "text.source.0".
     """
+    from nlr_lab.tasks.text.shards import mixture_of
+
     parts = {part: fields for part, fields in dataclasses.asdict(task).items() if isinstance(fields, dict)}
     named = {f"{part}.{name}": fields[name] for part, fields in parts.items() for name in _NAMING if fields.get(name)}
-    return {"fingerprint": fingerprint, "sources": {name: _describe(each, fingerprint) for name, each in named.items()}}
+    if mixed := mixture_of(named.get("text.source", "")):
+        del named["text.source"]
+        named |= {f"text.source.{number}": name for number, (name, _) in enumerate(mixed)}
+    sources = {name: _describe(name, each, fingerprint) for name, each in named.items()}
+    return {"fingerprint": fingerprint, "sources": sources}
 
 
 def changed_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -341,14 +352,19 @@ def changed_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     return lines
 
 
-def _describe(value: str, fingerprint: str) -> dict[str, Any]:
+def _describe(setting: str, value: str, fingerprint: str) -> dict[str, Any]:
     from nlr_lab.tasks.text.data import library_sources, visible_files
+    from nlr_lab.tasks.text.shards import token_files
 
     path, library = Path(value).expanduser(), Path(os.__file__).parent
     if value == "stdlib":
         about = _hashed({os.path.relpath(file, library): file for file in library_sources()})
         del about["files"]
         return {"name": value, **about}
+    if setting.startswith(("text.source", "text.valid_source")) and (tokens := token_files(value)) is not None:
+        files = [*tokens, *(each for each in (file.with_suffix(".idx") for file in tokens) if each.is_file())]
+        folder = os.path.commonpath([file.parent for file in files])
+        return {"name": path.name, **_hashed({os.path.relpath(file, folder): file for file in files})}
     if value in _OURS or not path.exists():
         return {"name": value, **({} if value in _OURS else {"fingerprint": fingerprint})}
     if path.is_file():

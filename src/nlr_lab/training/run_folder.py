@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -10,6 +11,7 @@ from typing import Any
 from nlr_lab.recipes import RECIPES, get_recipe
 from nlr_lab.runtime.environment import determinism, provenance
 from nlr_lab.runtime.storage import (
+    discard,
     disk_errors,
     flatten,
     holds_former,
@@ -25,7 +27,7 @@ from nonlinear_lowrank.hub.loading import BASE
 from nonlinear_lowrank.hub.storage import hash_file, staged_folder, versions
 
 from .arms import is_adapted
-from .recipe import Recipe
+from .recipe import Recipe, TrainConfig
 from .result import TrainResult
 from .trainer import RunTrainer
 
@@ -48,7 +50,7 @@ class RunFolder:
     def __init__(self, path: Path, recipe: Recipe) -> None:
         self.path, self.recipe = path, recipe
         self._held = ExitStack()
-        self._longer = False
+        self._shared: int | None = None  # of a run that is made longer
 
     def check(self, *, resume: bool, overwrite: bool) -> TrainResult | None:
         """Return the result of a finished run that is resumed, else None; UserError where it may not be written to.
@@ -59,9 +61,8 @@ class RunFolder:
             return None
         former = Recipe.from_dict(read_json(self.path / RECIPE, recipe=dict)["recipe"])
         before, now = flatten(former.to_dict()), flatten(self.recipe.to_dict())
-        self._longer = former.train.steps < self.recipe.train.steps and former.train.steps > 0
-        if self._longer:
-            self._check_longer(former)
+        if 0 < former.train.steps < self.recipe.train.steps:
+            self._shared = self._shared_steps(former.train)
             before["train.steps"] = now["train.steps"]
         for name in sorted((before.keys() | now.keys()) - _FREE):
             if before.get(name) != now.get(name):
@@ -70,21 +71,25 @@ class RunFolder:
                     "now; resume with the former value, use another folder, or --overwrite"
                 )
         result = self.path / RESULT
-        found = result.is_file() and not self._longer
+        found = result.is_file() and self._shared is None
         return TrainResult.from_json(result.read_text(encoding="utf-8")) if found else None
 
-    def _check_longer(self, former: Recipe) -> None:
-        """Raise UserError where the steps so far are not the first ones of a longer run."""
-        train, reached = former.train, max(step_folders(self.path / "checkpoints"), default=0)
-        held = {"constant": train.steps, "wsd": train.steps - train.decay_steps if train.schedule == "wsd" else 0}
-        if reached > held.get(train.schedule, min(train.warmup_steps, self.recipe.train.warmup_steps)):
+    def _shared_steps(self, former: TrainConfig) -> int:
+        """Return how many steps are those of the longer run too; UserError where no checkpoint is among them."""
+        now, steps = self.recipe.train, former.steps
+        if former.group_by_length:
+            raise UserError(f"with group_by_length the order of the data depends on steps; keep {steps}")
+        shared = 0 if former.warmup_share else min(former.warmup_steps, now.warmup_steps)  # a share is of other steps now
+        if former.schedule in ("constant", "wsd") and not former.warmup_share:
+            shared = steps - (former.decay_steps if former.schedule == "wsd" else 0)
+        reached = list(step_folders(self.path / "checkpoints"))
+        if reached and reached[0] > shared:
             raise UserError(
-                f"the run in {self.path} is at step {reached} of a {train.schedule} schedule over {train.steps} steps, "
-                f"which is another one over {self.recipe.train.steps}; start a new run with --init-from {self.path}, "
-                "or use schedule constant or wsd where more steps may follow"
+                f"the run in {self.path} is at step {reached[-1]} of a {former.schedule} schedule over {steps} steps, "
+                f"which is another one over {now.steps} from step {shared} on, and no checkpoint is from before; "
+                f"start a new run with --init-from {self.path}, or use constant or wsd where more steps may follow"
             )
-        if train.group_by_length:
-            raise UserError(f"with group_by_length the order of the data depends on steps; keep {train.steps}")
+        return shared
 
     def open(self, fingerprint: str, *, overwrite: bool) -> None:
         """Make the folder this run's; UserError where its run began with other data, or it cannot be written."""
@@ -96,7 +101,11 @@ class RunFolder:
             )
         self._held.enter_context(opened(self.path, *_OURS, overwrite=overwrite))
         with disk_errors(str(self.path)):
-            if self._longer and not overwrite:
+            if self._shared is not None:
+                for step, child in step_folders(self.path / "checkpoints").items():
+                    if step > self._shared:
+                        print(f"deleting {child}, which is none of the longer run's", file=sys.stderr)
+                        discard(child)
                 (self.path / RESULT).unlink(missing_ok=True)
                 write_json(about, {**read_json(about, recipe=dict), "recipe": self.recipe.to_dict()})
             if not about.is_file():
@@ -130,7 +139,8 @@ class RunFolder:
     def write_result(self, trainer: RunTrainer, prepared: Any, result: TrainResult) -> None:
         """Write the last file of a run."""
         if trainer.is_world_process_zero():
-            about = {"data": prepared.describe(), "versions": versions()}
+            drawn = trainer.drawn()
+            about = {"data": prepared.describe() | ({"drawn": drawn} if drawn else {}), "versions": versions()}
             with disk_errors(str(self.path / RESULT)):
                 write_json(self.path / RESULT, {**result.to_dict(), **about})
 
@@ -182,7 +192,8 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     for name, value in flatten(recipe.to_dict()).items():
         path = name.rpartition(".")[2] in paths and isinstance(value, str) and PurePath(value).name != value
         if name.startswith(("task.", "train.", "arm.")):
-            shown[name] = shown_name(value) if path else value
+            # Of a mixture each source is a path.
+            shown[name] = ",".join(map(shown_name, value.split(","))) if path else value
     return shown
 
 

@@ -230,11 +230,21 @@ class RunTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EndlessShuffle:
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
-        args = self.args
-        per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        args, per_step = self.args, self._per_step
         lengths = dataset.lengths if self.config.group_by_length else None
         order = {"passes": dataset.counts_passes, "lengths": lengths, "batch": per_step}
         return EndlessShuffle(len(dataset), args.max_steps * per_step, args.seed, **order)
+
+    @property
+    def _per_step(self) -> int:
+        args = self.args
+        return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+    def drawn(self) -> list[dict[str, Any]]:
+        """Return what the run has drawn from each source of a mixture so far, before a resume too."""
+        done = self.state.global_step * self._per_step
+        dataset: Any = self.train_dataset
+        return dataset.drawn(itertools.islice(self._get_train_sampler(), done))  # type: ignore[no-any-return]
 
     # --- the loss ------------------------------------------------------------------------------------------
 

@@ -42,7 +42,8 @@ class Corpus:
 
     source: str = "stdlib"
     """"stdlib" (the running Python's own library sources), a file or folder (.txt .md .py .jsonl .parquet, also
-    .xz .gz .zst), or a dataset's name: "owner/name", "owner/name:config", either with "@split"."""
+    .xz .gz .zst), or a dataset's name: "owner/name", "owner/name:config", either with "@split". For training also token
+    files (.bin, a folder or pattern of them, Megatron's prefix), and mixtures: "a.bin:0.7,b.bin:0.3"."""
     text_field: str = "text"
     """Field of JSON lines, parquet and datasets that holds the text."""
     document_separator: str | None = None

@@ -160,9 +160,9 @@ class TextTask(Task):
         return self.text.sequence_length
 
     def prepare(self, progress: bool = True) -> Prepared:
-        from .packed import prepare_text
+        from .sources import prepare_source
 
-        return prepare_text(self.text, progress=progress)
+        return prepare_source(self.text, progress=progress)
 
     def build_model(self, prepared: Any, dense_init: DenseInit | None = None, *, seed: int = 0) -> Any:
         if self.init_from:
@@ -258,7 +258,7 @@ class MaskedLanguageModelTask(TextTask):
             for blocks, seed in ((text.train, 0), (text.valid, None))
         )
         facts = {**text.facts, "text_fingerprint": text.fingerprint}
-        del facts["valid_bytes_per_token"]  # a masked token's loss is no measure of the text's bytes
+        facts.pop("valid_bytes_per_token", None)  # a masked token's loss is no measure of the text's bytes
         return replace(
             text,
             train=train,

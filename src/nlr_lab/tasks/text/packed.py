@@ -8,7 +8,6 @@ A cache folder, <cache>/text/<key>, where the key hashes the sources' content an
     tokenizer/, text.json  what they were made with and what they contain
 """
 
-import functools
 import hashlib
 import json
 import math
@@ -30,6 +29,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import staged_folder
 
 from .data import LEARNED, Corpus, TextData
+from .shards import Shard, TokenFiles
 from .tokenizers import (
     boundary_id,
     byte_lengths,
@@ -51,37 +51,44 @@ _BATCH = 4_000_000  # characters that are gathered before they are encoded
 _UNFIT = 0.01  # part of a text that a fitting tokenizer may lose
 
 
-class TokenBlocks(Examples):
-    """Sequences of T tokens out of an .npy file of one axis, at most so many; a rest shorter than T is dropped.
+class Blocks(Examples):
+    """Sequences of T tokens: item i is {"input_ids": (T,), "labels": (T,)}, int64. Labels equal the inputs:
+    transformers' language models shift them."""
 
-    Item i is {"input_ids": (T,), "labels": (T,)}, int64. Labels equal the inputs: transformers' language models shift
-    them. The file is mapped, not read; each data-loading worker maps it anew.
-    """
+    def block(self, index: int) -> np.ndarray:
+        """Return the tokens of a sequence, (T,), in the file's type; an index beyond the last begins anew."""
+        raise NotImplementedError
 
-    def __init__(self, path: Path, length: int, most: int | None = None) -> None:
-        self.path, self.length = path, length
-        count = len(self._tokens) // length
+    def __getitem__(self, index: int) -> Batch:
+        if not self.counts_passes and not -len(self) <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        row = torch.from_numpy(self.block(index).astype(np.int64))
+        return {"input_ids": row, "labels": row.clone()}
+
+
+class TokenBlocks(Blocks):
+    """Sequences of an .npy file of one axis or of token files, from `start` to before `stop`, at most so many; a rest
+    shorter than T is dropped."""
+
+    def __init__(
+        self, files: Path | TokenFiles, length: int, most: int | None = None, *, start: int = 0, stop: int | None = None
+    ) -> None:
+        self.files = TokenFiles([Shard.of_npy(files)]) if isinstance(files, Path) else files
+        self.length, self.start = length, start
+        count = ((len(self.files) if stop is None else stop) - start) // length
         self.count = count if most is None else min(count, most)
 
-    @functools.cached_property
-    def _tokens(self) -> np.ndarray:
-        return np.load(self.path, mmap_mode="r")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_tokens"}
+    @property
+    def path(self) -> Path:
+        """The first file."""
+        return self.files.shards[0].path
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> Batch:
-        if not -self.count <= index < self.count:
-            raise IndexError(f"sequence {index} of {self.count}")
-        row = torch.from_numpy(self.block(index % self.count).astype(np.int64))
-        return {"input_ids": row, "labels": row.clone()}
-
     def block(self, index: int) -> np.ndarray:
-        """Return the tokens of a sequence, (T,), in the file's type."""
-        return self._tokens[index * self.length : (index + 1) * self.length]
+        place = self.start + index % self.count * self.length
+        return self.files.read(place, place + self.length)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -91,7 +98,7 @@ class MaskedBlocks(Examples):
     """
 
     blocks: Any
-    """`TokenBlocks`."""
+    """`Blocks`."""
     masking: "Masking"
     mask: int
     """Token that stands for a hidden one."""
@@ -104,18 +111,22 @@ class MaskedBlocks(Examples):
 
     def seeded(self, seed: int) -> "MaskedBlocks":
         """Return the same sequences with the draws of a run."""
-        return replace(self, seed=seed)
+        return replace(self, seed=seed, blocks=self.blocks.seeded(seed))
 
     @property
     def counts_passes(self) -> bool:  # type: ignore[override]
         """Return whether an index tells the pass too."""
         return self.seed is not None
 
+    def drawn(self, indices: Iterable[int]) -> list[dict[str, Any]]:
+        """Return what these indices draw from each source of a mixture."""
+        return self.blocks.drawn(indices)
+
     def __len__(self) -> int:
         return len(self.blocks)
 
     def __getitem__(self, index: int) -> Batch:
-        tokens = self.blocks.block(index % len(self.blocks)).astype(np.int64)
+        tokens = self.blocks.block(index).astype(np.int64)
         # The first word of the entropy keeps the draws of evaluation and training apart.
         generator = np.random.default_rng([1, index] if self.seed is None else [0, self.seed, index])
         # As many numbers are drawn for every sequence, whatever becomes of them.

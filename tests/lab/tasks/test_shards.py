@@ -1,0 +1,295 @@
+"""Token files of nanoGPT, llm.c and Megatron, by their published layouts; mixtures; refusals."""
+
+import pickle
+import struct
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from nlr_lab.tasks.text import sources
+from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.sources import prepare_source
+from nlr_lab.tasks.text.tokenizers import train_tokenizer
+from refusals import assert_refused
+from seeds import rng
+
+LENGTH, END = 16, 0
+MEGATRON = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "u2": 8}
+
+
+def word_tokenizer(size):
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(size)}, unk_token="w1"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", unk_token="w1")
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    """Folders of tokenizers, by the size of their vocabulary."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    for size in (200, 70_000):
+        word_tokenizer(size).save_pretrained(folder / str(size))
+    train_tokenizer("bpe", [chr(65 + i) * 9 + " the text" for i in range(50)], 270).save_pretrained(folder / "bytes")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("NLR_CACHE", str(tmp_path / "cache"))
+
+
+def make_documents(count=60, vocabulary=200, ended=True):
+    generator = rng()
+    made = [generator.integers(1, vocabulary, generator.integers(1, 50)) for _ in range(count)]
+    return [np.append(each, END) if ended else each for each in made]
+
+
+def write_nanogpt(path, documents, kind="<u2"):
+    np.concatenate(documents).astype(kind).tofile(path)
+    return path
+
+
+def write_llm_c(path, documents, magic=20240520, version=1, kind="<u2", count=None):
+    ids = np.concatenate(documents).astype(kind)
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = magic, version, len(ids) if count is None else count
+    path.write_bytes(header.tobytes() + ids.tobytes())
+    return path
+
+
+def write_megatron(path, documents, kind="u2", per_document=1):
+    """Each document is cut into `per_document` sequences."""
+    dtype = np.dtype(f"<{kind}")
+    np.concatenate(documents).astype(dtype).tofile(path)
+    lengths = [len(part) for each in documents for part in np.array_split(each, per_document)]
+    pointers = np.cumsum([0, *lengths[:-1]]) * dtype.itemsize
+    firsts = np.arange(len(documents) + 1) * per_document
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, MEGATRON[kind], len(lengths), len(firsts))
+    body = np.array(lengths, "<i4").tobytes() + pointers.astype("<i8").tobytes() + firsts.astype("<i8").tobytes()
+    path.with_suffix(".idx").write_bytes(head + body)
+    return path
+
+
+def config(source, tokenizer, **fields):
+    sizes = {"sequence_length": LENGTH, "eval_sequences": 4, "valid_fraction": 0.1}
+    return TextData(source=str(source), tokenizer=str(tokenizer), **sizes | fields)
+
+
+def ids_of(blocks):
+    return torch.cat([blocks[index]["input_ids"] for index in range(len(blocks))]).numpy()
+
+
+LAYOUTS = {
+    "nanogpt": (write_nanogpt, {}, 200),
+    "nanogpt-uint32": (write_nanogpt, {"kind": "<u4"}, 70_000),
+    "nanogpt-uint32-small-vocabulary": (write_nanogpt, {"kind": "<u4"}, 200),
+    "llm.c-gpt2": (write_llm_c, {}, 200),
+    "llm.c-llama3": (write_llm_c, {"magic": 20240801, "version": 7, "kind": "<u4"}, 70_000),
+    "megatron": (write_megatron, {}, 200),
+    "megatron-sentences": (write_megatron, {"kind": "i4", "per_document": 3}, 70_000),
+    "megatron-uint8": (write_megatron, {"kind": "u1"}, 200),
+    "megatron-int64": (write_megatron, {"kind": "i8"}, 70_000),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_of_every_layout_come_back(tmp_path, tokenizers, layout):
+    write, settings, vocabulary = LAYOUTS[layout]
+    documents = make_documents(vocabulary=vocabulary)
+    path = write(tmp_path / "x.bin", documents, **settings)
+    packed = prepare_source(config(path, tokenizers / str(vocabulary)), progress=False)
+    assert packed.train.path == path, "mapped where it is"
+    assert packed.vocab_size == vocabulary
+    assert packed.valid_bytes_per_token is None, "words have no bytes of their own"
+    whole, cut = np.concatenate(documents), packed.facts["train"]["tokens"]
+    assert packed.facts["valid"]["tokens"] == len(whole) - cut
+    assert whole[cut - 1] == END, "held out from the end of a document on"
+    found = ids_of(packed.train)
+    assert cut - len(found) < LENGTH
+    np.testing.assert_array_equal(found, whole[: len(found)])
+    np.testing.assert_array_equal(ids_of(packed.valid), whole[cut : cut + 4 * LENGTH])
+    assert len(pickle.dumps(packed.train)) < 2000, "a worker maps the file anew"
+    assert packed.facts["train"].get("documents") == (len(documents) if layout.startswith("megatron") else None)
+
+
+def test_documents_of_megatron_without_an_end_get_one(tmp_path, tokenizers):
+    documents = make_documents(ended=False)
+    documents[7] = np.append(documents[7], END)  # has one
+    path = write_megatron(tmp_path / "text_document.bin", documents, kind="u1")
+    packed = prepare_source(config(tmp_path / "text_document", tokenizers / "200"), progress=False)
+    assert packed.train.path == path
+    assert packed.facts["train"]["ends_of_text_added"] == len(documents) - 1
+    whole = np.concatenate([each if each[-1] == END else np.append(each, END) for each in documents])
+    found = ids_of(packed.train)
+    np.testing.assert_array_equal(found, whole[: len(found)])
+    again = pickle.loads(pickle.dumps(packed.train))
+    np.testing.assert_array_equal(ids_of(again), found)
+
+
+@pytest.mark.parametrize("spelling", ["folder", "pattern"])
+def test_shards_are_one_axis(tmp_path, tokenizers, spelling):
+    documents, folder = make_documents(90), tmp_path / "shards"
+    folder.mkdir()
+    write_nanogpt(folder / "fine_train_0.bin", documents[:30])
+    write_llm_c(folder / "fine_train_1.bin", documents[30:60])
+    valid = write_llm_c(folder / "fine_val_0.bin", documents[60:])
+    source, settings = folder / "fine_train_*.bin", {"valid_source": str(folder / "fine_val_*.bin")}
+    if spelling == "folder":
+        valid.rename(tmp_path / "fine_val_0.bin")
+        source, settings = folder, {"valid_source": str(tmp_path / "fine_val_0.bin")}
+    packed = prepare_source(config(source, tokenizers / "200", eval_sequences=10**6, **settings), progress=False)
+    assert packed.facts["train"]["files"] == 2
+    for blocks, part in ((packed.train, documents[:60]), (packed.valid, documents[60:])):
+        whole, found = np.concatenate(part), ids_of(blocks)
+        assert len(whole) - len(found) < LENGTH
+        np.testing.assert_array_equal(found, whole[: len(found)])
+
+
+def test_fingerprint_is_of_the_content_and_bytes_are_of_the_text(tmp_path, tokenizers):
+    documents = make_documents(vocabulary=250)
+    path = write_nanogpt(tmp_path / "a.bin", documents)
+    settings = config(path, tokenizers / "bytes")
+    packed = prepare_source(settings, progress=False)
+    tokens, tokenizer = ids_of(packed.valid).reshape(-1, LENGTH)[:, 1:], packed.tokenizer
+    lengths = [0 if token == END else len(tokenizer.convert_ids_to_tokens(token)) for token in tokens.ravel().tolist()]
+    assert packed.valid_bytes_per_token == pytest.approx(np.mean(lengths))
+    moved = write_nanogpt(tmp_path / "b.bin", documents)
+    assert prepare_source(config(moved, tokenizers / "bytes"), progress=False).fingerprint == packed.fingerprint
+    documents[3][0] += 1
+    write_nanogpt(path, documents)
+    assert prepare_source(settings, progress=False).fingerprint != packed.fingerprint
+
+
+def test_ids_of_a_source_that_is_too_long_to_scan_are_checked_when_read(tmp_path, tokenizers, monkeypatch):
+    documents = make_documents()
+    monkeypatch.setattr(sources, "_MOST_SCANNED", 100)
+    monkeypatch.setattr(sources, "_ENDS", 50)
+    path = write_nanogpt(tmp_path / "a.bin", documents)
+    clean = prepare_source(config(path, tokenizers / "200"), progress=False)
+    assert len(ids_of(clean.train)) == len(clean.train) * LENGTH
+    ids = np.fromfile(path, "<u2")
+    ids[len(ids) // 2] = 200
+    write_nanogpt(path, [ids])
+    packed = prepare_source(config(path, tokenizers / "200"), progress=False)
+    assert_refused("a.bin has the id 200 and the tokenizer's vocabulary has 200", ids_of, packed.train)
+
+
+def _raw(path, data):
+    path.write_bytes(data)
+    return path
+
+
+def _with_index(path, change):
+    write_megatron(path, make_documents())
+    index = path.with_suffix(".idx")
+    index.write_bytes(change(index.read_bytes()))
+    return path
+
+
+def _both(folder, *names):
+    for name in names:
+        write_nanogpt(folder / name, make_documents())
+    return folder
+
+
+BAD = {
+    "odd": (lambda t: _raw(t / "a.bin", b"abc"), "3 bytes, not a number of uint16 ids; it is empty, cut off"),
+    "empty": (lambda t: _raw(t / "a.bin", b""), "0 bytes, not a number of uint16 ids"),
+    "above": (lambda t: write_nanogpt(t / "a.bin", make_documents(vocabulary=300)), "the id 29. and .* has 200; name"),
+    "negative": (lambda t: write_megatron(t / "a.bin", [np.full(400, -3)], kind="i2"), "the id -3"),
+    "magic": (
+        lambda t: write_llm_c(t / "a.bin", make_documents(), magic=20240522),
+        "unknown magic 20240522; .*20240520",
+    ),
+    "version": (lambda t: write_llm_c(t / "a.bin", make_documents(), version=2), "version 2 .*; version 1 is known"),
+    "count": (lambda t: write_llm_c(t / "a.bin", make_documents(), count=10**6), "should hold 1,000,000 ids .* holds"),
+    "checkpoint": (lambda t: _raw(t / "a.bin", b"PK\x03\x04" + bytes(2000)), "no file of token ids"),
+    "absent": (lambda t: t / "a.bin", "there is no file"),
+    "no match": (lambda t: t / "train_*.bin", "there is no file .*or a pattern"),
+    "index absent": (
+        lambda t: write_nanogpt(t / "a_text_document.bin", make_documents()),
+        "no .*a_text_document.idx; put",
+    ),
+    "prefix": (lambda t: write_nanogpt(t / "a.bin", make_documents()).with_suffix(""), "needs both a.bin and a.idx"),
+    "index magic": (lambda t: _with_index(t / "a.bin", lambda d: b"X" + d[1:]), "does not begin with MMIDIDX"),
+    "index type": (lambda t: _with_index(t / "a.bin", lambda d: d[:17] + b"\7" + d[18:]), "type code 7; known"),
+    "index cut": (lambda t: _with_index(t / "a.bin", lambda d: d[:-8]), "is cut off"),
+    "index other": (lambda t: _with_index(t / "a.bin", lambda d: d[:34] + b"\7\0\0\0" + d[38:]), "does not fit a.bin"),
+    "train and val": (lambda t: _both(t, "train.bin", "val.bin"), r"files of train and of val; .*\*train\*.bin"),
+    "text too": (lambda t: _both(t, "a.bin", "a.txt"), r"holds text and .bin files; name the latter"),
+    "short": (lambda t: _raw(t / "a.bin", bytes([5, 0] * 20)), "fewer than one sequence of 16; give more tokens"),
+}
+FIELDS = {
+    "tokenizer": ({"tokenizer": "bpe"}, "needs the tokenizer that made its tokens: give --tokenizer"),
+    "max_bytes": ({"max_bytes": 10}, "add --task.text.max-bytes None"),
+    "valid_source": ({"valid_source": "stdlib"}, "give token files for both"),
+    "same": ({"valid_source": "other.bin"}, "is in source and in valid_source"),
+}
+
+
+@pytest.mark.parametrize("kind", [*BAD, *FIELDS])
+def test_wrong_token_files_are_one_clear_line(tmp_path, tokenizers, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    (folder := tmp_path / "in").mkdir()
+    fields, words = FIELDS.get(kind, ({}, ""))
+    if kind in BAD:
+        make, words = BAD[kind]
+        source = make(folder)
+    else:
+        source = write_nanogpt(folder / "a.bin", make_documents())
+        write_nanogpt(tmp_path / "other.bin", [np.fromfile(source, "<u2")])
+    tokenizer = fields.pop("tokenizer", tokenizers / "200") if kind == "tokenizer" else tokenizers / "200"
+    assert_refused(words, lambda: prepare_source(config(source, tokenizer, **fields), progress=False))
+
+
+def make_mixture(folder, tokenizers, sizes=(400, 30), weights=(7, 3), **fields):
+    """Two files whose ids tell them apart."""
+    names = []
+    for number, size in enumerate(sizes):
+        ids = np.arange(size * LENGTH) % 90 + 1 + 100 * number
+        ids[LENGTH - 1 :: LENGTH] = END
+        names.append(f"{write_nanogpt(folder / f'{number}.bin', [ids])}:{weights[number]}")
+    return config(",".join(names), tokenizers / "200", **fields)
+
+
+def test_mixture_has_its_shares_in_every_pass_and_sees_all_of_each(tmp_path, tokenizers):
+    packed = prepare_source(make_mixture(tmp_path, tokenizers, eval_sequences=10), progress=False)
+    train = packed.train.seeded(3)
+    sizes = [len(each) for each in train.parts]
+    assert sizes[1] < len(train) // 10
+    for done in range(2):
+        seen = [train.locate(index + done * len(train))[0] for index in range(len(train))]
+        assert np.bincount(seen).tolist() == [round(0.7 * len(train)), round(0.3 * len(train))]
+    rows = [train.locate(index) for index in range(len(train))]
+    for number, size in enumerate(sizes):
+        mine = [row for source, row in rows if source == number]
+        for first in range(0, len(mine) - size + 1, size):
+            assert sorted(mine[first : first + size]) == list(range(size)), "each once before any twice"
+    some = [row for source, row in rows if source == 0][:20]
+    assert max(np.diff([0, *sorted(some), sizes[0]])) < sizes[0] / 5, "evenly spread"
+    first = [train[index]["input_ids"].tolist() for index in range(50)]
+    assert first == [packed.train.seeded(3)[index]["input_ids"].tolist() for index in range(50)]
+    assert first != [packed.train.seeded(4)[index]["input_ids"].tolist() for index in range(50)]
+    assert [each["weight"] for each in packed.facts["sources"]] == [0.7, 0.3]
+    held_out = [int(packed.valid[index]["input_ids"][0]) > 100 for index in range(len(packed.valid))]
+    assert sum(held_out) == packed.facts["sources"][1]["evaluated_sequences"]
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("a.bin:0.7,b.bin", "cannot read 'b.bin' in the mixture .*; give each source a weight above 0, as in"),
+        ("a.bin:0.7,b.bin:-1", "cannot read 'b.bin:-1'"),
+        ("a.bin:0.7,b.bin:x", "cannot read 'b.bin:x'"),
+        ("a.bin:inf,b.bin:1", "cannot read 'a.bin:inf'"),
+        ("a.bin:nan,b.bin:1", "cannot read 'a.bin:nan'"),
+        ("a.bin:1,:1", "cannot read ':1'"),
+        ("a.bin:1,a.bin:1", "'a.bin' is twice"),
+    ],
+)
+def test_wrong_mixtures_are_one_clear_line(tokenizers, source, words):
+    assert_refused(words, prepare_source, config(source, tokenizers / "200"))
+    assert_refused("needs the tokenizer", prepare_source, config("a.bin:1,b.bin:1", "bpe"))
