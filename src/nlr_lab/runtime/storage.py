@@ -103,11 +103,15 @@ def prune(folder: Path, newest: int, keep: int) -> None:
     kept = [*whole[::-1][: keep - 1], folders[newest]]
     for child in folders.values():
         if child not in kept:
-            # Renamed first: a kill halfway through must not leave half a checkpoint under a good name.
-            doomed = child.with_name(f"{TEMPORARY}old-{child.name}")
-            remove(doomed)
-            child.rename(doomed)
-            remove(doomed)
+            discard(child)
+
+
+def discard(checkpoint: Path) -> None:
+    """Remove a checkpoint, renamed first: a kill halfway through must not leave half of one under a good name."""
+    doomed = checkpoint.with_name(f"{TEMPORARY}old-{checkpoint.name}")
+    remove(doomed)
+    checkpoint.rename(doomed)
+    remove(doomed)
 
 
 def _has_its_sizes(folder: Path) -> bool:

@@ -79,7 +79,8 @@ class RunFolder:
         now, steps = self.recipe.train, former.steps
         if former.group_by_length:
             raise UserError(f"with group_by_length the order of the data depends on steps; keep {steps}")
-        shared = 0 if former.warmup_share else min(former.warmup_steps, now.warmup_steps)  # a share is of other steps now
+        # A share of the steps is another number of them now.
+        shared = 0 if former.warmup_share else min(former.warmup_steps, now.warmup_steps)
         if former.schedule in ("constant", "wsd") and not former.warmup_share:
             shared = steps - (former.decay_steps if former.schedule == "wsd" else 0)
         reached = list(step_folders(self.path / "checkpoints"))

@@ -6,7 +6,6 @@ import math
 import os
 import random
 import re
-import shutil
 import signal
 from pathlib import Path
 from unittest import mock
@@ -140,28 +139,43 @@ def test_resuming_anywhere_gives_the_same_bits(finished, tmp_path, settings):
         assert_same(out, done)
 
 
-@pytest.mark.parametrize("schedule", [{"schedule": "constant"}, {"schedule": "wsd", "decay_share": 0.25}])
-def test_a_longer_run_has_the_bits_of_one_that_was_never_shorter(tmp_path, schedule):
-    long = make_recipe(steps=24, keep_checkpoints=9, **schedule)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"schedule": "constant"}, id="constant"),
+        pytest.param({"schedule": "wsd", "decay_share": 0.25}, id="wsd"),  # its decay begins at step 9
+        pytest.param({"warmup_steps": 4, "eval_every": 2}, id="linear"),
+    ],
+)
+def test_a_longer_run_has_the_bits_of_one_that_was_never_shorter(tmp_path, capfd, settings):
+    settings["keep_checkpoints"] = 9
+    long, out = make_recipe(steps=24, **settings), tmp_path / "out"
     run_training(long, tmp_path / "whole", prepared=TEXT, quiet=True)
-    run_training(make_recipe(keep_checkpoints=9, **schedule), tmp_path / "out", prepared=TEXT, quiet=True)
-    if schedule["schedule"] == "wsd":
-        with pytest.raises(UserError, match=r"at step 12 of a wsd schedule over 12 steps.* --init-from"):
-            run_training(long, tmp_path / "out", resume=True, prepared=TEXT, quiet=True)
-        for step in (10, 12):  # the decay begins at 9
-            shutil.rmtree(tmp_path / "out" / "checkpoints" / f"step-{step:06d}")
-    result = run_training(long, tmp_path / "out", resume=True, prepared=TEXT, quiet=True)
-    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
-    assert result.steps == json.loads((tmp_path / "out" / "recipe.json").read_text())["recipe"]["train"]["steps"] == 24
-    assert run_training(long, tmp_path / "out", resume=True, prepared=TEXT, quiet=True).to_dict() == result.to_dict()
+    run_training(make_recipe(**settings), out, prepared=TEXT, quiet=True)
+    result = run_training(long, out, resume=True, prepared=TEXT, quiet=True)
+    gone = re.findall(r"deleting \S*step-0000(\d\d)", capfd.readouterr().err)
+    shared = {"constant": 12, "wsd": 9}.get(settings.get("schedule"), 4)
+    assert gone == [f"{step:02}" for step in range(2, 14, 2) if step > shared]
+    assert weights(out) == weights(tmp_path / "whole")
+    assert result.steps == json.loads((out / "recipe.json").read_text())["recipe"]["train"]["steps"] == 24
+    assert run_training(long, out, resume=True, prepared=TEXT, quiet=True).to_dict() == result.to_dict()
 
 
-def test_a_schedule_that_came_down_is_not_stretched(tmp_path):
-    run_training(make_recipe(), tmp_path, prepared=TEXT, quiet=True)
-    for steps, words in ((24, "is at step 12 of a linear schedule over 12 steps"), (6, "train.steps was 12 when")):
-        with pytest.raises(UserError, match=words):
-            run_training(make_recipe(steps=steps), tmp_path, resume=True, prepared=TEXT, quiet=True)
+@pytest.mark.parametrize(
+    ("settings", "steps", "words"),
+    [
+        ({}, 24, "is at step 12 of a linear schedule over 12 steps, which is another one over 24 from step 2 on"),
+        ({"schedule": "constant", "warmup_steps": 0, "warmup_share": 0.25}, 24, "over 24 from step 0 on"),
+        ({"schedule": "wsd", "decay_share": 0.25}, 24, "from step 9 on, and no checkpoint is from before"),
+        ({}, 6, "train.steps was 12 when"),
+    ],
+)
+def test_a_schedule_that_came_down_is_not_stretched(tmp_path, settings, steps, words):
+    run_training(make_recipe(**settings), tmp_path, prepared=TEXT, quiet=True)
+    with pytest.raises(UserError, match=words):
+        run_training(make_recipe(**{**settings, "steps": steps}), tmp_path, resume=True, prepared=TEXT, quiet=True)
     assert (tmp_path / "result.json").is_file()
+    assert max(step_folders(tmp_path / "checkpoints")) == 12
 
 
 def test_checkpoint_is_complete_and_has_no_pickle(finished):
