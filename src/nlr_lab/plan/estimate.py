@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from nlr_lab.runtime.tables import number_table, render_table
-from nonlinear_lowrank.analysis.cost import LayerCost
+from nonlinear_lowrank.analysis.cost import LayerCost, model_cost
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.optim import param_groups
 from nonlinear_lowrank.validation import check_integer, check_number
@@ -285,6 +285,12 @@ def _traffic(cost: ArmCost, config: PlanConfig, sharding: int, accumulation: int
         rate = hardware.link if inside else min(hardware.link, hardware.network * beside)
         moved, seconds = moved + summed, seconds + summed / rate
     return moved, seconds
+
+
+def training_flops(model: nn.Module, sequence_length: int) -> int | None:
+    """Return the training FLOPs per token of a model on any device; None where a part of them is not counted."""
+    cost, trained = model_cost(model, sequence_length), {id(each) for each in model.parameters() if each.requires_grad}
+    return None if cost.notes else sum(_training_flops(model, row, trained) for row in cost.rows)
 
 
 def _training_flops(model: nn.Module, row: LayerCost, trained: Collection[int]) -> int:

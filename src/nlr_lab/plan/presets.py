@@ -3,6 +3,7 @@
 These are GPT-2 and its medium size, GPT-3 XL's shape as a Llama, and Llama 2's three.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -93,6 +94,32 @@ HARDWARE = {
         Hardware(name="rtx4090", memory=24, bf16=165e12, float32=82.6e12, bandwidth=1.01e12, link=32e9, network=3.1e9),
     )
 }
+
+
+# Devices as CUDA names them, less "NVIDIA ": bfloat16 and float32 of their data sheets, as above.
+_DEVICES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys((r"A100-(SXM4|PCIE)-\d+GB", "A100 80GB PCIe"), (HARDWARE["a100"].bf16, HARDWARE["a100"].float32)),
+    "H100 80GB HBM3": (HARDWARE["h100"].bf16, HARDWARE["h100"].float32),
+    "H100 PCIe": (756e12, 51e12),
+    "H100 NVL": (835e12, 60e12),
+    "H200": (HARDWARE["h200"].bf16, HARDWARE["h200"].float32),
+    "B200": (HARDWARE["b200"].bf16, HARDWARE["b200"].float32),
+    "GeForce RTX 4090": (HARDWARE["rtx4090"].bf16, HARDWARE["rtx4090"].float32),
+    "L40S": (362e12, 91.6e12),
+    "L4": (121e12, 30.3e12),
+    "A10": (125e12, 31.2e12),
+    "A40": (149.7e12, 37.4e12),
+}
+
+
+def device_rate(name: str, *, bf16: bool, tf32: bool = False) -> float | None:
+    """Return the peak FLOP/s of matrix products of a device by its CUDA name, None where it is not in the table (a part
+    of a GPU is not). `tf32` is for float32 products in TF32, half as fast as bfloat16 on all of these."""
+    found = (rates for pattern, rates in _DEVICES.items() if re.fullmatch(pattern, name.removeprefix("NVIDIA ")))
+    half, full = next(found, (None, None))
+    if half is None or bf16:
+        return half
+    return half / 2 if tf32 else full
 
 
 def find_hardware(name: str) -> Hardware:

@@ -30,10 +30,11 @@ from nonlinear_lowrank.validation import one_line
 
 from . import deepspeed
 from .arms import apply_arm, build_model, optimizer_settings, uses_muon
+from .progress import progress_of
 from .recipe import Recipe, TrainConfig
 from .result import TrainResult, curve_of, judged, stability
 from .run_folder import RunFolder
-from .trainer import ProgressLines, RunTrainer, Schedule
+from .trainer import RunTrainer, Schedule
 
 
 def run_training(
@@ -128,7 +129,7 @@ def run_training(
         optimizer = optimizer_settings(model, recipe, arm, recipe.lr, arguments.device)
 
         on_rank_0(lambda: folder.open(prepared.fingerprint, overwrite=overwrite))
-        progress = ProgressLines(arm.name)
+        progress = progress_of(recipe, model, prepared, arguments.world_size)
         trainer = RunTrainer(
             model,
             arguments,

@@ -1,10 +1,9 @@
-"""The Trainer of a run: order of the data, evaluation, progress, whole checkpoints, and an eye on the loss."""
+"""The Trainer of a run: order of the data, evaluation, whole checkpoints, and an eye on the loss."""
 
 import hashlib
 import itertools
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -16,10 +15,9 @@ import torch
 from torch import nn
 from torch.utils.data import Sampler
 from torch.utils.data._utils import signal_handling
-from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, set_seed
 
-from nlr_lab.runtime.environment import OutOfTimeError, duration
+from nlr_lab.runtime.environment import OutOfTimeError
 from nlr_lab.runtime.processes import gather_objects, on_rank_0
 from nlr_lab.runtime.signals import StoppedBySignal, Wish
 from nlr_lab.runtime.storage import disk_errors, prune, step_folders
@@ -35,8 +33,6 @@ from .recipe import TrainConfig
 from .result import curve_of, rises
 
 _WINDOW = 50  # batches that are sorted by length at once: transformers' own choice
-_SILENT = 20.0  # seconds after which a line is due, also without an evaluation
-_LABELS = {"eval_loss": "eval", "eval_bits_per_byte": "bits/byte", "plain_loss": "plain train"}
 
 
 @dataclass(eq=False)
@@ -121,40 +117,6 @@ class Schedule(TrainerCallback):
         # The run's only epoch ends with its last step, which has done all this.
         control.should_evaluate = control.should_save = control.should_log = False
         return control
-
-
-class ProgressLines(TrainerCallback):
-    """Step, losses, speed and time to go of a run, on stderr: a line an evaluation, and on a terminal a bar too."""
-
-    def __init__(self, title: str) -> None:
-        self.title, self.bar, self.train_loss = title, tqdm(disable=True), float("nan")
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.first_step, self.started = state.global_step, time.monotonic()
-        self.printed = self.started
-        shown = {"desc": self.title, "total": state.max_steps, "initial": state.global_step, "leave": False}
-        self.bar = tqdm(disable=not sys.stderr.isatty(), **shown)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar.update()
-        if self.bar.disable and time.monotonic() - self.printed > _SILENT:
-            self._print("", state)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.train_loss = logs.get("loss", self.train_loss)
-        self.bar.set_postfix_str(f"loss {self.train_loss:.4f}", refresh=False)
-        if "eval_loss" in logs:
-            scores = {key: value for key, value in logs.items() if key.startswith("eval_") or key in _LABELS}
-            words = [f"  {_LABELS.get(key, key.removeprefix('eval_'))} {value:.4f}" for key, value in scores.items()]
-            self._print(f"  train {self.train_loss:.4f}{''.join(words)}", state)
-
-    def _print(self, words: str, state: Any) -> None:
-        self.printed = time.monotonic()
-        speed = (state.global_step - self.first_step) / max(self.printed - self.started, 1e-9)
-        left = state.max_steps - state.global_step
-        to_go = f"  {duration(left / speed)} to go" if left and speed else ""
-        line = f"{self.title}  step {state.global_step}/{state.max_steps}{words}  {speed:.2f} steps/s{to_go}"
-        tqdm.write(line, file=sys.stderr)
 
 
 class RunTrainer(Trainer):
