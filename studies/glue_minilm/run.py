@@ -88,7 +88,7 @@ def score_test(recipe: Recipe, task: str, work: Path) -> None:
                 continue
             model = work / task / "runs" / name / "model"
             if not model.is_dir():
-                raise UserError(f"{model} is not here; move {task}-runs.jsonl away to train all models anew")
+                raise UserError(f"{model} is not here; move {work / task} away to train all models anew")
             scores[name] = {"dev": run["score"], **score_saved(recipe.task, model, split="test", batch_size=32)}
             file.write_text(json.dumps(known | scores, indent=1) + "\n", encoding="utf-8")
     file.write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")

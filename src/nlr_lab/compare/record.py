@@ -5,10 +5,7 @@
     out/runs/<arm>/[steps-<n>/][<init>/]lr-<lr>/seed-<k>/      one run each, with its result.json
     out/results.json     the record      out/report.md and pictures   made from it
 
-The finished runs can be kept in one file of lines too, which a study resumes from elsewhere:
-
-    {"marker": {...}}                                                         the settings that all runs share
-    {"run": "runs/lora-r1/lr-0.001/seed-0/result.json", "content": {...}}     one finished run
+To resume, the marker and each finished run's result.json are enough.
 """
 
 import contextlib
@@ -25,10 +22,9 @@ from typing import Any
 
 from nlr_lab.bench.timing import paired_ratio
 from nlr_lab.runtime.environment import machine, versions
-from nlr_lab.runtime.storage import disk_errors, holds_former, opened, read_json, write_json, write_text
+from nlr_lab.runtime.storage import disk_errors, holds_former, opened, read_json, write_json
 from nlr_lab.tasks.task import LOSS, Measure
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.storage import is_inside
 
 from .statistics import Estimate, compare_pair, curve_cautions, holm, paired_mean, speed_cautions
 from .trial import Choice, Run
@@ -41,52 +37,38 @@ Times = Mapping[str, Sequence[float]] | None
 
 
 class Folder:
-    """One comparison's folder, and the file outside (`kept`) that keeps finished runs; `settings` are of all runs."""
+    """One comparison's folder; `settings` are of all runs."""
 
     def __init__(
-        self,
-        path: Path,
-        settings: Mapping[str, Any],
-        arms: Mapping[str, Any],
-        pictures: Sequence[str],
-        kept: Path | None,
+        self, path: Path, settings: Mapping[str, Any], arms: Mapping[str, Any], pictures: Sequence[str]
     ) -> None:
-        self.path, self.marker, self.kept = path, path / MARKER, kept
+        self.path, self.marker = path, path / MARKER
         self.now: dict[str, Any] = clean({"settings": settings, "arms": arms})
         # The marker goes last: while it is there, the folder can still be continued or overwritten.
         self._ours = (TIMING, RESULTS, REPORT, *pictures, "runs", MARKER)
-        self._kept_marker: dict[str, Any] = {}
-        self._kept_runs: list[dict[str, Any]] = []
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
-        """Raise UserError for a folder or kept runs that cannot be resumed from or replaced; change nothing."""
-        if self.kept is not None:
-            self._read_kept(self.kept)
-            if self._kept_marker:
-                fix = "use the former value, or move the file away to begin anew"
-                self._check_same(f"for the runs in {self.kept}", self._kept_marker, fix)
-        if holds_former(self.path, MARKER, "comparison", resume=resume, overwrite=overwrite):
-            fix = "use the former value, another folder, or --overwrite"
-            self._check_same(f"in {self.path}", read_json(self.marker, settings=dict, arms=dict), fix)
+        """Raise UserError for a folder that cannot be resumed from or replaced; change nothing.
 
-    def _check_same(self, where: str, former: Mapping[str, Any], fix: str) -> None:
-        """Raise UserError that names the first setting, or part of an arm, that runs were made with otherwise.
-
-        Where data lie (`...source`) is no difference: what they are, the fingerprint says.
+        The message names the first setting, or part of an arm, that runs were made with otherwise. Where data lie
+        (`...source`) is no difference: what they are, the fingerprint says.
         """
+        if not holds_former(self.path, MARKER, "comparison", resume=resume, overwrite=overwrite):
+            return
+        former = read_json(self.marker, settings=dict, arms=dict)
         pairs = [("", former["settings"], self.now["settings"])]
         pairs += [(f" of arm {name!r}", former["arms"].get(name, arm), arm) for name, arm in self.now["arms"].items()]
         for of, before, after in pairs:
             for name in sorted({*before, *after}):
                 old, new = before.get(name, "(absent)"), after.get(name, "(absent)")
                 if old != new and not name.endswith("source"):
-                    raise UserError(f"{name}{of} was {old!r} {where} and is {new!r} now; {fix}")
+                    was = f"{name}{of} was {old!r} in {self.path} and is {new!r} now"
+                    raise UserError(f"{was}; use the former value, another folder, or --overwrite")
 
     def check_data(self, fingerprint: str) -> None:
-        """Raise UserError for other data than the runs in the folder, or the kept ones, were made on."""
-        for where, marker in ((self.kept, self._kept_marker), (self.path, self._read_marker())):
-            if marker and marker.get("fingerprint") != fingerprint:
-                raise UserError(f"the runs in {where} are of other data; bring those back, or use another place")
+        """Raise UserError for other data than the runs in the folder were made on."""
+        if (marker := self._read_marker()) and marker.get("fingerprint") != fingerprint:
+            raise UserError(f"the runs in {self.path} are of other data; bring those back, or use another folder")
 
     def _read_marker(self) -> dict[str, Any]:
         return read_json(self.marker) if self.marker.exists() else {}
@@ -137,55 +119,6 @@ class Folder:
     def save_times(self, times: dict[str, list[float]], threads: int | None) -> None:
         """Keep step times for a later session, with what they are times of."""
         write_json(self.path / TIMING, {"arms": self.now["arms"], "machine": machine(threads), "times": times})
-
-    # --- kept runs -------------------------------------------------------------------------------------------
-
-    def _read_kept(self, file: Path) -> None:
-        """Read the file; raise UserError where it is damaged, or its folder is missing."""
-        if not file.parent.is_dir():
-            raise UserError(f"there is no folder {file.parent} to keep the finished runs in; make it first")
-        # What is no text is no JSON either.
-        text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-        for number, each in enumerate(text.splitlines(), start=1):
-            try:
-                line = json.loads(each)
-                if number == 1 and all(isinstance(line["marker"][name], dict) for name in ("settings", "arms")):
-                    self._kept_marker = line["marker"]
-                    continue
-                # A path out of the folder would overwrite somebody's file.
-                if not is_inside(line["run"]) or not line["run"].endswith(RESULT) or not line["content"]:
-                    raise ValueError("no run of ours")
-            except (ValueError, KeyError, TypeError, AttributeError):
-                fix = "bring the file back or move it away"
-                raise UserError(f"{file}, line {number} is not of a comparison; {fix}") from None
-            self._kept_runs.append(line)
-
-    def restore_runs(self) -> None:
-        """Write kept runs that the folder lacks to it; its marker then names where they came from too."""
-        missing = [line for line in self._kept_runs if not (self.path / line["run"]).exists()]
-        if not missing:
-            return
-        with disk_errors(str(self.path)):
-            self.path.mkdir(parents=True, exist_ok=True)
-            own, kept = self._read_marker(), self._kept_marker
-            sessions = [*kept["versions"], *own.get("versions", [])]
-            distinct = [each for place, each in enumerate(sessions) if each not in sessions[:place]]
-            write_json(self.marker, kept | own | {"arms": kept["arms"] | own.get("arms", {}), "versions": distinct})
-            for line in missing:
-                path = self.path / line["run"]
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_json(path, line["content"])
-
-    def keep_runs(self) -> None:
-        """Write the file of kept runs, if there is one, anew from the finished ones; it is whole at any moment."""
-        if self.kept is None:
-            return
-        lines: list[dict[str, Any]] = [{"marker": read_json(self.marker)}]
-        for path in sorted(self.path.glob(f"runs/**/{RESULT}")):
-            # Data and versions are the same in every run, and kept by the marker or the record.
-            content = {key: value for key, value in read_json(path).items() if key not in ("data", "versions")}
-            lines.append({"run": path.relative_to(self.path).as_posix(), "content": content})
-        write_text(self.kept, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def begun(run: Path) -> bool:

@@ -96,7 +96,6 @@ def compare(
     max_extensions: int = 4,
     timing_rounds: int | None = None,
     workers: int | None = None,
-    kept_runs: Path | None = None,
     quiet: bool = False,
     command: str | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -114,7 +113,8 @@ def compare(
             grid is extended by the grid's own ratio.
         reference: name of the arm that the main tables compare with; by default the first, of neural fields the dense.
         resume: finished runs are used as they are, a half-done run goes on from its checkpoint, missing ones are run.
-            Arms and seeds may be added.
+            Arms and seeds may be added. Of a finished run its result.json is enough; a neural field's fit of the first
+            seed, whose picture is shown, is run again where its weights are missing.
         overwrite: delete what a former comparison wrote to `out`; other files there stay.
         max_seconds: it ends within this time: no seed and no choice of the tuning is begun that would not. Where not
             even the first would, all runs are shortened, schedule and all, in folders of their own.
@@ -122,8 +122,6 @@ def compare(
         timing_rounds: interleaved steps of each arm; 0 leaves step times out. None: 30, of neural fields 20.
         workers: so many runs side by side, on this machine's GPUs or cores, or on the Ray cluster that RAY_ADDRESS
             names and whose machines all see `out`; None: one after another, in this process.
-        kept_runs: a file outside `out` that keeps the finished runs: what it has and `out` lacks is used as it is, and
-            `out` is resumed. A neural field's first fits are run again where `out` lacks their weights.
         quiet: print nothing.
         command: how to repeat this, for the report; by default this process' own command line.
         clock: seconds, for `max_seconds`.
@@ -144,8 +142,7 @@ def compare(
         check_workers(workers)
     plan = Plan(trials, arms, seeds, tune_lr, reference, max_extensions)
     arm_settings = {arm.name: trials.arm_settings(arm) for arm in plan.arms}
-    folder = Folder(Path(out), trials.settings(), arm_settings, trials.pictures, kept_runs)
-    resume = resume or kept_runs is not None
+    folder = Folder(Path(out), trials.settings(), arm_settings, trials.pictures)
     trials.join(folder.path)
     on_rank_0(lambda: folder.check(resume=resume, overwrite=overwrite))
     trials.prepare(quiet=quiet)
@@ -164,7 +161,6 @@ def compare(
         console=Console(stderr=True, quiet=quiet or rank() > 0, highlight=False, soft_wrap=True),
         command=command or command_line(),
     )
-    on_rank_0(folder.restore_runs)
     steps = session.choose_length(anew=overwrite)
     with contextlib.ExitStack() as stack:
         if rank() == 0:
@@ -180,7 +176,6 @@ def compare(
             session.known_notes.append(note)
         if workers is not None:
             stack.enter_context(open_workers(workers, own_threads))
-        on_rank_0(folder.keep_runs)  # what the folder had alone
         return session.run(steps)
 
 
@@ -413,7 +408,6 @@ class _Session:
             self.forecast.observe(arm.name, steps, self.limit.passed - started)
         score = "diverged" if found.judged is None else f"{self.trials.measure.name} {found.judged:.4f}"
         self.console.print(f"    {score} after {found.steps} steps ({found.seconds:.0f} s)")
-        on_rank_0(self.folder.keep_runs)
         return found
 
     def _run_ahead(self, wanted: Sequence[tuple[Any, Choice, int]]) -> None:
@@ -427,7 +421,6 @@ class _Session:
         run_side_by_side(self.trials, runs, self.workers, self.limit, self.console)
         for each in missing:
             self._ended(*each)
-        on_rank_0(self.folder.keep_runs)
 
     def _ended(self, arm: Any, choice: Choice, seed: int) -> Run:
         found, path = self._find(arm, choice, seed), self._path(arm, choice, seed)

@@ -66,13 +66,12 @@ def one_line_errors(part: str = "") -> Iterator[None]:
 def run_study(
     recipe: Recipe | FieldRecipe, out: Path, into: Path, name: str, *, smoke: bool = False, **options: Any
 ) -> None:
-    """Compare in `out`, resuming what is there and the finished runs kept in `into`; print the tables.
+    """Compare in `out`, resuming what is there; copy record, report and pictures to `into`; print the tables.
 
     Args:
         recipe: what the arms share.
         out: the comparison's folder.
-        into: an existing folder, where record, report and pictures are copied, and where `name`-runs.jsonl keeps the
-            finished runs, so that a study goes on from a checkout.
+        into: an existing folder.
         name: how the copies' names begin.
         smoke: only try it, in the folder `out`-smoke: a few steps, one seed, two learning rates, nothing copied.
         options: what `compare` takes besides.
@@ -83,8 +82,6 @@ def run_study(
         options |= small | {"tune_lr": options.get("tune_lr", recipe.tune_lr)[:2]}
         if isinstance(recipe, Recipe):
             recipe = _few_steps(recipe)
-    else:
-        options["kept_runs"] = into / f"{name}-runs.jsonl"
     found = compare(recipe, out, resume=out.exists(), **options)
     if not smoke:
         found.copy_to(into, name)

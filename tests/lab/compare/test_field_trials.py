@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -266,15 +265,9 @@ def test_records_fits_that_diverge_at_every_choice(recipe, tmp_path, monkeypatch
     assert low["score"]["n"] == 1, "the other arm goes on"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"arms": parsed("dense", "sine:rank=8")}, "rank 8 saves no parameters"),
-        ({"kept_runs": Path("nowhere/runs.jsonl")}, "make it first"),
-    ],
-)
-def test_refuses_bad_arguments_before_anything_is_written(recipe, tmp_path, options, message):
-    assert_refused(message, go, recipe, tmp_path / "out", **options)
+def test_refuses_bad_arguments_before_anything_is_written(recipe, tmp_path):
+    arms = parsed("dense", "sine:rank=8")
+    assert_refused("rank 8 saves no parameters", go, recipe, tmp_path / "out", arms=arms)
     assert not (tmp_path / "out").exists()
 
 
