@@ -28,6 +28,12 @@ class AugmentedConfig:
     nonlinear_lowrank: list[dict[str, Any]] | None
     modeling_file: bool
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Save as transformers does, with this file, which it copies, in the place of the repository's."""
+        if names := getattr(self, "auto_map", None):
+            self.auto_map = {auto: name.rpartition("--")[2] for auto, name in names.items()}
+        super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+
 
 class AugmentedModel:
     """The plain model, whose layers are replaced as `config.nonlinear_lowrank` lists them.
