@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nlr_lab.recipes import KINDS, RECIPES
+from nlr_lab.runtime.processes import rank
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import one_line
 
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return leaving.code if isinstance(leaving.code, int) else 0
     except KeyboardInterrupt as error:
         what, code = str(error) or "interrupted", getattr(error, "exit_code", 130)
+        if rank() != 0:
+            return code
         return _fail(f"{what}; {_how_to_resume(arguments)}", code)
     except BrokenPipeError:
         # The reader (`| head`) has gone. Without this, the interpreter complains again while it shuts down.

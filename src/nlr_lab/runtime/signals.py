@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from .processes import rank
+
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
@@ -39,7 +41,9 @@ def signals_noted() -> Iterator[Wish]:
             raise StoppedBySignal(number, " again, at once")
         wish.number = number
         name = signal.Signals(number).name
-        print(f"{name}: stopping after a checkpoint of this step; once more stops at once", file=sys.stderr, flush=True)
+        if rank() == 0:
+            text = f"{name}: stopping after a checkpoint of this step; once more stops at once"
+            print(text, file=sys.stderr, flush=True)
 
     before = {number: signal.signal(number, note) for number in SIGNALS}
     try:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import finetune_helpers
 from nlr_lab.runtime.processes import warn_of_restarts
+from nlr_lab.runtime.signals import StoppedBySignal
 from nlr_lab.training import DivergedError, TrainResult, run_training
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model
@@ -39,12 +40,15 @@ here.train_all(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
 
 
 def recipes(root):
+    signalled = make_recipe("training_helpers:signalled,at=7", **CHAIN)
     chain, task = (make_recipe(**CHAIN), FakeText()), finetune_helpers.instruction_task(root)
     tuned = {arm.partition(":")[0]: finetune_helpers.recipe(task, arm, steps=6, eval_every=2) for arm in ARMS}
     return {
         "noble": (make_recipe("noble:rank=4", dropout=0.0, steps=6, eval_every=2), FakeText()),
         "chain": chain,
         "again": chain,
+        "stopped": (signalled, FakeText()),
+        "continued": (signalled, FakeText()),
         "poisoned": (make_recipe("training_helpers:poison,at=7", gradient_accumulation=2), FakeText()),
         "uneven": (make_recipe(batch_size=6, gradient_accumulation=2), FakeText()),
         **{name: (recipe, None) for name, recipe in tuned.items()},
@@ -55,19 +59,24 @@ def train_all(root, mode, names):
     rank, all_recipes = os.environ["RANK"], recipes(root)
     for name in names:
         recipe, prepared = all_recipes[name]
-        folder, stopped = root / mode / name, {}
+        folder, stopped = root / mode / ("stopped" if name == "continued" else name), {}
         if name == "again":  # the chain as if its last third had not been
             if rank == "0":
                 cut_back(root / mode / "chain", folder, 8)
             torch.distributed.barrier()
         os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = "GlmDecoderLayer" if prepared else "LlamaDecoderLayer"
+        if name == "stopped" and rank == "1":
+            os.environ["NLR_TEST_FAULT"] = "1"
         try:
             resume = (folder / "checkpoints").exists()
             run_training(recipe, folder, prepared=prepared, quiet=True, resume=resume)
         except DivergedError as error:
             stopped = {"diverged": error.step}
+        except StoppedBySignal as error:
+            stopped = {"exit": error.exit_code, "why": str(error)}
         except UserError as error:
             stopped = {"refused": str(error)}
+        os.environ.pop("NLR_TEST_FAULT", None)
         (root / mode / f"{name}-{rank}.json").write_text(json.dumps(stopped))
 
 
@@ -97,7 +106,7 @@ def root(tmp_path_factory):
     model.double().save_pretrained(root / "llama")
     for mode in ("alone", "ddp", "fsdp2"):
         (root / mode).mkdir()
-    run_processes(SCRIPT, root, "alone", "noble", "sine-lora", "nora", "chain", count=1)
+    run_processes(SCRIPT, root, "alone", "noble", "sine-lora", "nora", "chain", "stopped", count=1)
     return root
 
 
@@ -106,7 +115,8 @@ def test_two_processes_train_as_one_and_resume(root, mode, monkeypatch):
     cut_back(root / "alone" / "chain", root / mode / "chain", 4)  # a run of one process goes on with two
     for name, value in (fsdp_environment("") if mode == "fsdp2" else {}).items():
         monkeypatch.setenv(name, value)
-    run_processes(SCRIPT, root, mode, "noble", "sine-lora", "nora", "chain", "again", "poisoned", "uneven")
+    names = ("noble", "sine-lora", "nora", "chain", "again", "stopped", "continued", "poisoned", "uneven")
+    run_processes(SCRIPT, root, mode, *names)
     for name in ("noble", "sine-lora", "nora"):
         want, found = result(root, "alone", name), result(root, mode, name)
         assert_same(found.curve, want.curve)
@@ -117,7 +127,12 @@ def test_two_processes_train_as_one_and_resume(root, mode, monkeypatch):
     for rank in (0, 1):
         assert noted(root, mode, "poisoned", rank) == {"diverged": 4}, "two micro-batches a step"
         assert "does not split over 2 processes" in noted(root, mode, "uneven", rank)["refused"]
+        why = "stopped by SIGTERM at step 8 of 12"  # at the next entry of the curve
+        assert noted(root, mode, "stopped", rank) == {"exit": 143, "why": why}, (
+            "also where the other one has the signal"
+        )
     assert not (root / mode / "uneven").exists()
+    assert_same(result(root, mode, "stopped").curve, result(root, "alone", "stopped").curve)
 
     assert_same(result(root, mode, "chain").curve, result(root, "alone", "chain").curve)
     weights = load_file(root / mode / "chain" / "model" / "model.safetensors")
