@@ -1,8 +1,10 @@
-"""Token files of nanoGPT, llm.c and Megatron, by their published layouts; mixtures; refusals."""
+"""Token files of nanoGPT, llm.c and Megatron, by their published layouts; columns of ids; mixtures; refusals."""
 
+import json
 import pickle
 import struct
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -243,6 +245,73 @@ def test_wrong_token_files_are_one_clear_line(tmp_path, tokenizers, monkeypatch,
         write_nanogpt(tmp_path / "other.bin", [np.fromfile(source, "<u2")])
     tokenizer = fields.pop("tokenizer", tokenizers / "200") if kind == "tokenizer" else tokenizers / "200"
     assert_refused(words, lambda: prepare_source(config(source, tokenizer, **fields), progress=False))
+
+
+def write_columns(folder, kind, documents, column):
+    rows = datasets.Dataset.from_dict({column: [each.tolist() for each in documents], "other": ["x"] * len(documents)})
+    path = folder / f"rows.{kind}"
+    if kind == "saved":
+        rows.save_to_disk(path)
+    else:
+        getattr(rows, {"parquet": "to_parquet", "jsonl": "to_json"}[kind])(path)
+    return path
+
+
+@pytest.mark.parametrize("tokenizer", ["200", "bytes"])
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "saved"])
+def test_columns_of_ids_are_packed_as_the_text_that_they_stand_for(tmp_path, tokenizers, kind, tokenizer):
+    documents = make_documents(ended=False)
+    mixed = [np.append(each, END) if number % 2 else each for number, each in enumerate(documents)]
+    settings = {"eval_sequences": 10**6, "text_field": "text" if kind == "parquet" else "ids"}
+    column = "input_ids" if kind == "parquet" else "ids"
+    path = write_columns(tmp_path, kind, mixed, column)
+    packed = prepare_source(config(path, tokenizers / tokenizer, **settings), progress=False)
+    found = np.concatenate([np.load(blocks.path) for blocks in (packed.train, packed.valid)])
+    ends = np.flatnonzero(found == END) + 1
+    assert sorted(map(tuple, np.split(found, ends)[:-1])) == sorted((*each.tolist(), END) for each in documents)
+    assert packed.facts["valid"]["documents"] == 6
+    assert (packed.valid_bytes_per_token is None) == (tokenizer == "200")
+    if tokenizer == "bytes":
+        held_out = np.concatenate([packed.valid[i]["input_ids"][1:] for i in range(len(packed.valid))])
+        sizes = [0 if each == END else len(packed.tokenizer.convert_ids_to_tokens(int(each))) for each in held_out]
+        assert packed.valid_bytes_per_token == pytest.approx(np.mean(sizes))
+
+
+def test_columns_of_ids_stream_and_mix_with_files_and_text(tmp_path, tokenizers):
+    documents = make_documents()
+    (tmp_path / "rows").mkdir()
+    path = write_columns(tmp_path / "rows", "parquet", documents, "input_ids")
+    plain = prepare_source(config(path, tokenizers / "bytes"), progress=False)
+    streamed = prepare_source(config(path.parent, tokenizers / "bytes", streaming=True), progress=False)
+    assert streamed.fingerprint == plain.fingerprint
+    text = tmp_path / "a.txt"
+    text.write_text("the text of a file\n" * 200, encoding="utf-8")
+    tokens = write_nanogpt(tmp_path / "a.bin", documents)
+    mixture = config(f"{path}:2,{text}:1,{tokens}:1", tokenizers / "bytes", eval_sequences=8)
+    packed = prepare_source(mixture, progress=False)
+    assert packed.train.weights == (0.5, 0.25, 0.25)
+    assert [each["evaluated_sequences"] for each in packed.facts["sources"]] == [4, 2, 2]
+    each = [packed.valid[index]["input_ids"] for index in range(8)]
+    sizes = [[0 if i == END else len(packed.tokenizer.convert_ids_to_tokens(int(i))) for i in row[1:]] for row in each]
+    assert packed.valid_bytes_per_token == pytest.approx(np.mean(sizes))
+
+
+@pytest.mark.parametrize(
+    ("row", "fields", "words"),
+    [
+        ([2, 250], {}, "a document has the id 250 and the tokenizer's vocabulary has 200"),
+        ([1, -2], {}, "a document has the id -2"),
+        ([1, 2], {"tokenizer": "bpe"}, "holds token ids; to train on them name their --tokenizer"),
+        ([1, 2], {"max_bytes": 9}, "max_bytes counts text, and .* holds token ids; set it to None"),
+        ([0.5], {}, "has no text in the field 'text'"),
+        ([1, 2], {"text_field": "tokens"}, "has no text in the field 'tokens'"),
+    ],
+)
+def test_wrong_columns_are_one_clear_line(tmp_path, tokenizers, row, fields, words):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"input_ids": [i, *row]}) + "\n" for i in range(1, 41)))
+    settings = {"tokenizer": tokenizers / "200", **fields}
+    assert_refused(words, lambda: prepare_source(config(path, **settings), progress=False))
 
 
 def make_mixture(folder, tokenizers, sizes=(400, 30), weights=(7, 3), **fields):

@@ -15,10 +15,12 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+import numpy as np
 
 from nlr_lab.runtime.bounds import bounded, check_held, half_of_free
 from nonlinear_lowrank.errors import UserError
@@ -28,6 +30,9 @@ from nonlinear_lowrank.validation import check_integer, one_line
 END_OF_TEXT = "<|endoftext|>"
 LEARNED = ("bpe", "wordpiece")
 """Tokenizers that are trained on the text itself."""
+
+Document = str | np.ndarray
+"""Text, or token ids (T,)."""
 
 _KINDS = (".txt", ".md", ".py", ".jsonl", ".parquet")
 _COMPRESSED = (".xz", ".gz", ".zst")
@@ -45,7 +50,8 @@ class Corpus:
     .xz .gz .zst), or a dataset's name: "owner/name", "owner/name:config", either with "@split". For training also token
     files (.bin, a folder or pattern of them, Megatron's prefix), and mixtures: "a.bin:0.7,b.bin:0.3"."""
     text_field: str = "text"
-    """Field of JSON lines, parquet and datasets that holds the text."""
+    """Field of JSON lines, parquet and datasets that holds the text, or for training lists of token ids ("input_ids"
+    where there is no field "text")."""
     document_separator: str | None = None
     """Line that divides text files into documents; None: '<|endoftext|>' where it occurs; "": no division."""
     max_bytes: int | None = None
@@ -88,9 +94,23 @@ class Corpus:
 
     def documents(self) -> Iterator[str]:
         """Yield every document that is not blank; raise UserError where a file is binary, damaged or lacks the text."""
+        for document in self.contents():
+            if not isinstance(document, str):
+                what = f"{self.source} holds token ids"
+                raise UserError(f"{what}; to train on them name their --tokenizer, elsewhere give text")
+            yield document
+
+    def contents(self) -> Iterator[Document]:
+        """Yield the documents, those that are token ids as arrays (T,)."""
         size, readers = 0, {".parquet": self._parquet, ".jsonl": self._json_lines}
         parts = [readers.get(_kind(path), self._text)(path) for path in self.files()] or [self._rows()]
         for document in itertools.chain.from_iterable(parts):
+            if not isinstance(document, str):
+                if self.max_bytes is not None:
+                    raise UserError(f"max_bytes counts text, and {self.source} holds token ids; set it to None")
+                if len(document):
+                    yield document
+                continue
             if not document.strip():
                 continue
             if self.max_bytes is not None:
@@ -117,23 +137,24 @@ class Corpus:
                 check_held(held, most, f"a document of {path}")
         yield "".join(parts)
 
-    def _json_lines(self, path: Path) -> Iterator[str]:
+    def _json_lines(self, path: Path) -> Iterator[Document]:
         for place, row in json_lines(path):
             yield self._field(row, place)
 
-    def _parquet(self, path: Path) -> Iterator[str]:
+    def _parquet(self, path: Path) -> Iterator[Document]:
         import pyarrow.parquet
 
         with _reading(path, pyarrow.ArrowException), _open(path) as file:
             packed = path.suffix.lower() in _COMPRESSED
             table = pyarrow.parquet.ParquetFile(io.BytesIO(b"".join(bounded(file, str(path)))) if packed else file)
             # Without the column, the error shows the others.
-            columns = [self.text_field] if self.text_field in table.schema_arrow.names else None
+            field = self._field_of(table.schema_arrow.names)
+            columns = [field] if field in table.schema_arrow.names else None
             batches = table.iter_batches(columns=columns, batch_size=1024)
             for number, row in enumerate(itertools.chain.from_iterable(batch.to_pylist() for batch in batches)):
-                yield "" if row.get(self.text_field, "") is None else self._field(row, f"row {number} of {path}")
+                yield "" if row.get(field, "") is None else self._field(row, f"row {number} of {path}")
 
-    def _rows(self) -> Iterator[str]:
+    def _rows(self) -> Iterator[Document]:
         try:
             for number, row in enumerate(self._dataset()):
                 yield self._field(row, f"row {number} of {self.source}")
@@ -142,12 +163,18 @@ class Corpus:
         except Exception as error:  # the library raises many kinds, of its own and of its network stack
             raise UserError(f"reading the dataset {self.source!r} failed: {one_line(error)}") from error
 
-    def _field(self, row: Any, place: str) -> str:
-        text = row.get(self.text_field) if isinstance(row, dict) else None
-        if not isinstance(text, str):
-            what = f"{place} has no text in the field {self.text_field!r}: {str(row)[:100]}"
-            raise UserError(f"{what}; drop such rows, or set text_field")
-        return text
+    def _field_of(self, names: Collection[str]) -> str:
+        """Return the field that is read."""
+        return "input_ids" if self.text_field == "text" not in names and "input_ids" in names else self.text_field
+
+    def _field(self, row: Any, place: str) -> Document:
+        value = row.get(self._field_of(row)) if isinstance(row, dict) else None
+        if isinstance(value, str):
+            return value
+        if isinstance(value, list) and all(type(each) is int for each in value):
+            return np.array(value, dtype=np.int64)
+        what = f"{place} has no text in the field {self.text_field!r}: {str(row)[:100]}"
+        raise UserError(f"{what}; drop such rows, or set text_field")
 
     def _name(self) -> tuple[str, str | None, str | None]:
         """Return a dataset's name or folder, configuration, and split."""

@@ -13,7 +13,7 @@ import json
 import math
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,8 +28,8 @@ from nlr_lab.tasks.task import Batch, Examples, Prepared, are_whole, cache_folde
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import staged_folder
 
-from .data import LEARNED, Corpus, TextData
-from .shards import Shard, TokenFiles
+from .data import LEARNED, Corpus, Document, TextData
+from .shards import Shard, TokenFiles, check_ids
 from .tokenizers import (
     boundary_id,
     byte_lengths,
@@ -173,13 +173,12 @@ def prepare_text(config: TextData, *, progress: bool = True) -> Prepared:
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
     hashes = [facts["train"]["sha256"], facts["valid"]["sha256"], facts["tokenizer_sha256"]]
     made_of = json.dumps([*hashes, length, len(evaluated)])
-    sizes = TokenBlocks(folder / "valid_bytes.npy", length)
-    total = sum(int(sizes.block(row)[1:].sum()) for row in range(len(evaluated)))
     counts = {"train_sequences": len(train), "evaluated_sequences": len(evaluated)}
-    shape: dict[str, Any] = {
-        "vocab_size": vocabulary_size(tokenizer),
-        "valid_bytes_per_token": total / (len(evaluated) * (length - 1)),
-    }
+    shape: dict[str, Any] = {"vocab_size": vocabulary_size(tokenizer)}
+    if facts["valid"]["bytes"] is not None:
+        sizes = TokenBlocks(folder / "valid_bytes.npy", length)
+        total = sum(int(sizes.block(row)[1:].sum()) for row in range(len(evaluated)))
+        shape["valid_bytes_per_token"] = total / (len(evaluated) * (length - 1))
     return Prepared(
         train=train,
         valid=evaluated,
@@ -201,22 +200,25 @@ def _pack(config: TextData, tokenizer: Any, place: Path, progress: bool) -> None
     """Fill a folder, which appears when it is whole; without a tokenizer, one is learned from the training text."""
     count: int | None = None
 
-    def shown(documents: Iterable[str], what: str) -> Iterator[str]:
+    # Ids need the tokenizer that made them.
+    read: Callable[[Corpus], Iterator[Document]] = Corpus.documents if tokenizer is None else Corpus.contents
+
+    def shown(documents: Iterable[Document], what: str) -> Iterator[Document]:
         yield from tqdm(documents, what, count, leave=False, unit=" documents", disable=None if progress else True)
 
     with staged_folder(place) as folder:
         spools = [folder / f"{side}.jsonl.zst" for side in ("source", "valid_source")]
-        source = valid = _on_disk(config, spools[0])
+        source = valid = _on_disk(config, spools[0], read)
         if config.valid_source is not None:
-            valid = _on_disk(replace(config, source=config.valid_source), spools[1])
-        split = _split(config, shown(source.documents(), "reading"), source, valid)
+            valid = _on_disk(replace(config, source=config.valid_source), spools[1], read)
+        split = _split(config, shown(read(source), "reading"), lambda: read(source), lambda: read(valid))
         count = split.documents
         if tokenizer is None:
-            sample = _sample(split.side(shown(source.documents(), "learning the vocabulary"), held_out=False))
+            sample = _sample(split.side(shown(read(source), "learning the vocabulary"), held_out=False))
             tokenizer = train_tokenizer(config.tokenizer, sample, config.vocab_size)
         tokenizer.save_pretrained(folder / "tokenizer")
-        kept = split.side(shown(source.documents(), "tokenizing"), held_out=False)
-        held_out = split.side(shown(valid.documents(), "tokenizing"), held_out=True)
+        kept = split.side(shown(read(source), "tokenizing"), held_out=False)
+        held_out = split.side(shown(read(valid), "tokenizing"), held_out=True)
         facts = {
             "source": config.source,
             "valid_source": config.valid_source,
@@ -231,13 +233,14 @@ def _pack(config: TextData, tokenizer: Any, place: Path, progress: bool) -> None
         (folder / "text.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
 
 
-def _on_disk(corpus: Corpus, spool: Path) -> Corpus:
+def _on_disk(corpus: Corpus, spool: Path, read: Callable[[Corpus], Iterator[Document]]) -> Corpus:
     """Return a corpus that can be read again and again: what comes over the network is written to a file."""
     if not corpus.streaming or corpus.files():
         return corpus
     with pyarrow.CompressedOutputStream(str(spool), "zstd") as file:
-        for document in corpus.documents():
-            file.write(json.dumps({"text": document}).encode() + b"\n")
+        for document in read(corpus):
+            row = {"text": document} if isinstance(document, str) else {"input_ids": document.tolist()}
+            file.write(json.dumps(row).encode() + b"\n")
     return Corpus(source=str(spool))
 
 
@@ -252,7 +255,7 @@ class _Split(NamedTuple):
     dropped: int = 0
     """Documents of a held-out text of its own that are also in the source."""
 
-    def side(self, documents: Iterable[str], *, held_out: bool) -> Iterator[str]:
+    def side(self, documents: Iterable[Document], *, held_out: bool) -> Iterator[Any]:
         """Yield the documents (or pieces of one) of a side."""
         for document in documents:
             for part in [document] if self.divide is None else pieces(document, self.divide):
@@ -260,7 +263,12 @@ class _Split(NamedTuple):
                     yield part
 
 
-def _split(config: TextData, documents: Iterable[str], source: Corpus, valid: Corpus) -> _Split:
+def _split(
+    config: TextData,
+    documents: Iterable[Document],
+    source: Callable[[], Iterator[Document]],
+    valid: Callable[[], Iterator[Document]],
+) -> _Split:
     """Read the documents once and decide which are held out; `source` gives them again. By the hash of the content, so
     that equal documents land on one side, and by rank among the hashes, which gives the wanted number."""
     hashes, sizes = array("Q"), array("Q")
@@ -271,7 +279,7 @@ def _split(config: TextData, documents: Iterable[str], source: Corpus, valid: Co
         raise UserError(f"{config.source} holds no text, or only blank and null documents; give a source with text")
     unique, first = np.unique(np.array(hashes), return_index=True)
     if config.valid_source is not None:
-        theirs = np.array([_hash(document) for document in valid.documents()], dtype=np.uint64)
+        theirs = np.array([_hash(document) for document in valid()], dtype=np.uint64)
         known = np.isin(theirs, unique)
         if len(known) and known.all():
             what = f"all {len(known)} documents of {config.valid_source}"
@@ -280,7 +288,7 @@ def _split(config: TextData, documents: Iterable[str], source: Corpus, valid: Co
     unique_sizes, divide = np.array(sizes)[first], None
     if len(unique) == 1:
         divide = max(1000, sizes[0] // _PIECES)
-        lengths = {_hash(piece): len(piece) for piece in pieces(next(source.documents()), divide)}
+        lengths = {_hash(piece): len(piece) for piece in pieces(next(source()), divide)}
         unique = np.array(sorted(lengths), dtype=np.uint64)
         unique_sizes = np.array([lengths[int(each)] for each in unique])
         if len(unique) == 1:
@@ -292,9 +300,11 @@ def _split(config: TextData, documents: Iterable[str], source: Corpus, valid: Co
     return _Split(len(hashes), frozenset(held_out.tolist()), divide)
 
 
-def _hash(document: str) -> int:
+def _hash(document: Document) -> int:
     # What separates it from its neighbours in a file is no part of its content.
-    return int.from_bytes(hashlib.sha256(document.strip().replace("\r\n", "\n").encode()).digest()[:8])
+    text = isinstance(document, str)
+    content = document.strip().replace("\r\n", "\n").encode() if text else document.tobytes()  # type: ignore[union-attr]
+    return int.from_bytes(hashlib.sha256(content).digest()[:8])
 
 
 def _sample(documents: Iterable[str]) -> list[str]:
@@ -311,12 +321,13 @@ def _sample(documents: Iterable[str]) -> list[str]:
     return kept
 
 
-def pieces(document: str, size: int) -> Iterator[str]:
-    """Cut at ends of lines (of words, in a line that is too long), so that tokens rarely straddle a cut."""
+def pieces(document: Any, size: int) -> Iterator[Any]:
+    """Cut text at ends of lines (of words, in a line that is too long), so that tokens rarely straddle a cut, and ids
+    anywhere."""
     start = 0
     while start < len(document):
         end = start + size
-        if end < len(document):
+        if end < len(document) and isinstance(document, str):
             cut = document.find("\n", end, end + size) + 1 or document.find(" ", end, end + size)
             end = cut if cut > 0 else end + size
         yield document[start:end]
@@ -324,42 +335,57 @@ def pieces(document: str, size: int) -> Iterator[str]:
 
 
 def _write_tokens(
-    documents: Iterable[str], tokenizer: Any, path: Path, bytes_path: Path | None = None
+    documents: Iterable[Document], tokenizer: Any, path: Path, bytes_path: Path | None = None
 ) -> dict[str, Any]:
-    """Write the tokens of documents, each followed by the boundary, as one array, and the bytes of each token as
-    another; return what was written."""
+    """Write the tokens of documents, each followed by the boundary (of ids, unless they end in it), as one array, and
+    the bytes of each token as another; return what was written."""
     boundary, unknown, lengths = boundary_id(tokenizer), tokenizer.unk_token_id, byte_lengths(tokenizer)
     # A normalizer changes the text, so that its bytes need not come back.
     complete = lengths is not None and tokenizer.backend_tokenizer.normalizer is None
+    values, known = vocabulary_size(tokenizer), True
     count = size = lost = rest = 0
     # Of training text nobody asks for the bytes.
-    with NpyWriter(path, vocabulary_size(tokenizer)) as tokens, NpyWriter(bytes_path or os.devnull, 2**32) as nbytes:
+    with NpyWriter(path, values) as tokens, NpyWriter(bytes_path or os.devnull, 2**32) as nbytes:
         for batch in _batches(documents):
-            encoded = encode(tokenizer, [piece for piece, _ in batch], lengths, offsets=bytes_path is not None)
-            for (piece, is_last), (ids, sizes) in zip(batch, encoded, strict=True):
-                whole, covered = len(piece.encode()), int(sizes.sum())
+            texts = [piece for piece, _ in batch if isinstance(piece, str)]
+            encoded = encode(tokenizer, texts, lengths, offsets=bytes_path is not None)
+            for piece, is_last in batch:
+                if isinstance(piece, str):
+                    ids, sizes = next(encoded)
+                    whole, covered = len(piece.encode()), int(sizes.sum())
+                    if complete:
+                        lost += max(0, whole - covered)
+                    elif unknown is not None and unknown != boundary:
+                        lost += int((ids == unknown).sum())
+                else:
+                    ids, known = piece, known and lengths is not None
+                    check_ids("a document", int(ids.min()), int(ids.max()), values)
+                    sizes = np.zeros_like(ids) if lengths is None else lengths[ids]
+                    whole = covered = int(sizes.sum())
                 tokens.append(ids)
                 nbytes.append(sizes)
-                if complete:
-                    lost += max(0, whole - covered)
-                elif unknown is not None and unknown != boundary:
-                    lost += int((ids == unknown).sum())
                 size, rest = size + whole, rest + whole - covered
-                if is_last:
+                if is_last and (isinstance(piece, str) or ids[-1] != boundary):
                     tokens.append(np.array([boundary]))
                     nbytes.append(np.array([rest if lengths is None else 0]))
-                    count, rest = count + 1, 0
+                    rest = 0
+                count += is_last
             if lost > _UNFIT * (size if complete else tokens.count):
                 share = 100 * lost / (size if complete else tokens.count)
                 what = f"{share:.1f} % of its {'bytes are lost' if complete else 'tokens are unknown'}"
                 hint = "choose another tokenizer, or 'bpe' to train one"
                 raise UserError(f"the tokenizer does not fit the text: {what}; {hint}")
-    return {"documents": count, "bytes": size, "tokens": tokens.count, "sha256": tokens.digest.hexdigest()}
+    return {
+        "documents": count,
+        "bytes": size if known else None,
+        "tokens": tokens.count,
+        "sha256": tokens.digest.hexdigest(),
+    }
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
+def _batches(documents: Iterable[Document]) -> Iterator[list[tuple[Any, bool]]]:
     """Yield pieces of documents, and whether each is the last of its document."""
-    batch: list[tuple[str, bool]] = []
+    batch: list[tuple[Any, bool]] = []
     waiting = 0
     for document in documents:
         *parts, last = pieces(document, _PIECE)

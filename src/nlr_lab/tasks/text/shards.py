@@ -105,13 +105,13 @@ class TokenFiles:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def check_ids(path: Path, lowest: int, highest: int, vocab_size: int) -> None:
-    """Raise UserError where a file has ids outside the vocabulary."""
+def check_ids(holder: Path | str, lowest: int, highest: int, vocab_size: int) -> None:
+    """Raise UserError where a file, or what else holds them, has ids outside the vocabulary."""
     if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest
         raise UserError(
-            f"{path} has the id {wrong:,} and the tokenizer's vocabulary has {vocab_size:,}; name the tokenizer that "
-            "the file was made with"
+            f"{holder} has the id {wrong:,} and the tokenizer's vocabulary has {vocab_size:,}; name the tokenizer that "
+            "made it"
         )
 
 
