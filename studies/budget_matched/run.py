@@ -1,6 +1,6 @@
 """Is NOBLE's gain more than more parameters, more arithmetic, or another init?
 
-    python studies/budget_matched/run.py DATA [--steps 500] [--seeds 3] [--threads 1] [--work FOLDER]
+    python -m studies.budget_matched.run DATA [--steps 500] [--seeds 3] [--threads 1] [--work FOLDER]
 
 DATA holds ELTeC's English novels as `train.txt.xz` and `valid.txt.xz`, held out by novel. The setting is that of
 studies/llm_small: a GLM backbone of width 128 with 4 layers, embeddings of standard deviation 1. The arms:
@@ -21,10 +21,10 @@ GPU; the record, the report and the pictures are copied beside this file.
 
 from pathlib import Path
 
-from nlr_lab.compare.study import one_line_errors, run_study, study_parser
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
 from nlr_lab.training import Arm, Recipe, TrainConfig
+from studies.study import one_line_errors, run_study, study_parser
 
 HERE = Path(__file__).parent
 RATES = (2e-3, 4e-3, 8e-3)
@@ -83,7 +83,7 @@ def main() -> None:
             seeds=given.seeds,
             tune_lr=RATES,
             max_extensions=2,
-            command=f"python studies/budget_matched/run.py DATA --steps {given.steps} --seeds {given.seeds}",
+            command=f"python -m studies.budget_matched.run DATA --steps {given.steps} --seeds {given.seeds}",
         )
 
 

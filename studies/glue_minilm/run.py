@@ -1,6 +1,6 @@
 """Adapters side by side at a few hundred to a few thousand parameters (Table 1 of sine_lowrank.txt in small).
 
-    python studies/glue_minilm/run.py DATA [--task cola|stsb|both] [--seeds 3] [--threads 1] [--work FOLDER]
+    python -m studies.glue_minilm.run DATA [--task cola|stsb|both] [--seeds 3] [--threads 1] [--work FOLDER]
 
 MiniLM, a sentence encoder of 22.6M parameters, on CoLA (3 epochs, Matthews correlation on GLUE's development set) and
 on STS-B (2 epochs, Pearson correlation on its development set, and once more on its labelled test set). DATA holds
@@ -21,12 +21,12 @@ from statistics import mean, stdev
 from typing import Any
 
 from nlr_lab.compare.statistics import holm, paired_mean
-from nlr_lab.compare.study import one_line_errors, run_study, study_parser
 from nlr_lab.evaluation.losses import score_saved
 from nlr_lab.recipes import get_recipe
 from nlr_lab.training import Arm
 from nlr_lab.training.recipe import Recipe
 from nonlinear_lowrank import UserError
+from studies.study import one_line_errors, run_study, study_parser
 
 HERE = Path(__file__).parent
 EPOCHS = {"cola": 3, "stsb": 2}
@@ -65,7 +65,7 @@ def study(recipe: Recipe, task: str, seeds: int, work: Path) -> None:
         seeds=seeds,
         timing_rounds=0,
         max_extensions=2,
-        command=f"python studies/glue_minilm/run.py DATA --task {task} --seeds {seeds}",
+        command=f"python -m studies.glue_minilm.run DATA --task {task} --seeds {seeds}",
     )
 
 

@@ -1,6 +1,6 @@
 """NOBLE on autoregressive image tokens: Table 4 of noble.txt (section 4.2.2) in small.
 
-    python studies/image_tokens/run.py CIFAR [--size cpu|gpu] [--seeds N] [--threads N] [--work FOLDER]
+    python -m studies.image_tokens.run CIFAR [--size cpu|gpu] [--seeds N] [--threads N] [--work FOLDER]
 
 CIFAR is CIFAR-10 as a .npz file (also .npz.xz), as `nlr train --source` takes it; its images are encoded once as 8 x 8
 grids of 512 mean patches. Arms: the baseline with three dense inits, a wider baseline with the parameters of the middle
@@ -13,10 +13,10 @@ nothing.
 from dataclasses import replace
 from pathlib import Path
 
-from nlr_lab.compare.study import noble_arms, one_line_errors, run_study, study_parser
 from nlr_lab.tasks.images.tokens import ImageTokenData, ImageTokenTask
 from nlr_lab.tasks.text.language_model import GlmBackbone
 from nlr_lab.training import Recipe, TrainConfig
+from studies.study import noble_arms, one_line_errors, run_study, study_parser
 
 HERE = Path(__file__).parent
 RANKS = {"cpu": (8, 16, 32), "gpu": (32, 64, 128)}
@@ -58,7 +58,7 @@ def main() -> None:
             seeds=given.seeds,
             tune_lr=RATES[given.size],
             max_extensions=2,
-            command=f"python studies/image_tokens/run.py CIFAR --size {given.size} --seeds {given.seeds}",
+            command=f"python -m studies.image_tokens.run CIFAR --size {given.size} --seeds {given.seeds}",
         )
 
 

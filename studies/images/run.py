@@ -1,6 +1,6 @@
 """Photographs in coordinate networks: sine low-rank against plain low-rank weights at k = 1 and 5, and dense ones.
 
-    python studies/images/run.py KODAK [--images kodim05 ...] [--seeds 3] [--steps 4000] [--threads 1] [--work FOLDER]
+    python -m studies.images.run KODAK [--images kodim05 ...] [--seeds 3] [--steps 4000] [--threads 1] [--work FOLDER]
                                  [--inits-from FOLDER] [--compile]
 
 KODAK is a folder with photographs of the Kodak set (kodim01.png and so on; all that are there unless --images names
@@ -21,7 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from nlr_lab.compare.report import estimate_text, p_text
-from nlr_lab.compare.study import (
+from nlr_lab.fields.image import ImageSettings
+from nlr_lab.fields.problem import FieldArm
+from nlr_lab.fields.recipe import FitConfig
+from nlr_lab.recipes import get_recipe
+from studies.study import (
     absolute,
     one_line_errors,
     run_study,
@@ -29,10 +33,6 @@ from nlr_lab.compare.study import (
     study_parser,
     tuned_arms,
 )
-from nlr_lab.fields.image import ImageSettings
-from nlr_lab.fields.problem import FieldArm
-from nlr_lab.fields.recipe import FitConfig
-from nlr_lab.recipes import get_recipe
 
 HERE = Path(__file__).parent
 ARMS = ("dense", "low-rank:rank=1", "sine:rank=1,omega=200", "low-rank:rank=5", "sine:rank=5,omega=50")
@@ -67,7 +67,7 @@ def study(photograph: Path, options: argparse.Namespace) -> None:
         tune_lr=RATES,
         timing_rounds=0,
         max_extensions=2,
-        command=f"python studies/images/run.py KODAK {settings}" + " --compile" * options.compile,
+        command=f"python -m studies.images.run KODAK {settings}" + " --compile" * options.compile,
     )
 
 

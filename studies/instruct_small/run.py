@@ -1,6 +1,6 @@
 """Adapters on a small language model of our own that learns to answer instructions.
 
-    python studies/instruct_small/run.py TEXT INSTRUCTIONS [--seeds 3] [--threads 1] [--work FOLDER]
+    python -m studies.instruct_small.run TEXT INSTRUCTIONS [--seeds 3] [--threads 1] [--work FOLDER]
 
 A GLM of 1.3M parameters is trained on TEXT (a file of documents), 1,500 steps of 16 x 256 tokens, as `nlr train` does
 it; then every arm tunes it on INSTRUCTIONS (JSON in Alpaca's form) for one epoch, on the answers alone. What is
@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nlr_lab.compare.study import one_line_errors, run_study, study_parser
 from nlr_lab.recipes import get_recipe
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
 from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
+from studies.study import one_line_errors, run_study, study_parser
 
 HERE = Path(__file__).parent
 # Around the best learning rates of a first run on the tuning seed: one epoch is 113 steps; low ones hardly move.
@@ -82,7 +82,7 @@ def study(checkpoint: Path, source: Path, seeds: int, threads: int, work: Path) 
         tune_lr=(1e-2, 3e-2, 1e-1),
         timing_rounds=0,
         max_extensions=2,
-        command=f"python studies/instruct_small/run.py TEXT INSTRUCTIONS --seeds {seeds}",
+        command=f"python -m studies.instruct_small.run TEXT INSTRUCTIONS --seeds {seeds}",
     )
 
 

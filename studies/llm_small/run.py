@@ -1,6 +1,6 @@
 """The language-model table, figure and ablation of noble.txt (section 4.1.1 and Table 5) in small.
 
-    python studies/llm_small/run.py DATA [--size cpu|gpu] [--stage table|ablation|long|setting|all] [--work FOLDER]
+    python -m studies.llm_small.run DATA [--size cpu|gpu] [--stage table|ablation|long|setting|all] [--work FOLDER]
 
 DATA holds ELTeC's English novels as `train.txt.xz` and `valid.txt.xz`, novels joined by lines of
 '<|endoftext|>', held out by novel. Every stage continues where it was interrupted; what is finished is
@@ -24,11 +24,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nlr_lab.compare.study import one_line_errors, run_study
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
 from nlr_lab.training import Arm, Recipe, TrainConfig
 from nonlinear_lowrank import UserError
+from studies.study import one_line_errors, run_study
 
 HERE = Path(__file__).parent
 CONTROLS = ("baseline", "baseline:init=noble", "baseline:init=kaiming")
@@ -90,7 +90,7 @@ def recipe(data: Path, size: str) -> Recipe:
 
 def run(stage: str, recipe: Recipe, size: str, work: Path, arms: Sequence[Arm], **options: Any) -> None:
     """One stage."""
-    how = f"python studies/llm_small/run.py DATA --size {size} --stage {stage}"
+    how = f"python -m studies.llm_small.run DATA --size {size} --stage {stage}"
     name = f"{size}-{stage}"
     run_study(recipe, work / name, HERE, name, arms=arms, command=how, **options)
 

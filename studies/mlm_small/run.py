@@ -1,6 +1,6 @@
 """NOBLE on a masked language model: Table 2 of noble.txt (section 4.1.2) in small.
 
-    python studies/mlm_small/run.py DATA [--size cpu|gpu] [--seeds N] [--threads N] [--work FOLDER]
+    python -m studies.mlm_small.run DATA [--size cpu|gpu] [--seeds N] [--threads N] [--work FOLDER]
 
 DATA holds ELTeC's English novels as `train.txt.xz` and `valid.txt.xz`, novels joined by lines of '<|endoftext|>', held
 out by novel. Arms: the baseline with three dense inits, a wider baseline with the parameters of the middle rank, and
@@ -12,10 +12,10 @@ report and pictures are copied beside this file. `--smoke` takes a few steps of 
 from dataclasses import replace
 from pathlib import Path
 
-from nlr_lab.compare.study import noble_arms, one_line_errors, run_study, study_parser
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import EncoderBackbone, MaskedLanguageModelTask
 from nlr_lab.training import Recipe, TrainConfig
+from studies.study import noble_arms, one_line_errors, run_study, study_parser
 
 HERE = Path(__file__).parent
 RANKS = {"cpu": (8, 16, 32), "gpu": (48, 96, 192)}
@@ -64,7 +64,7 @@ def main() -> None:
             seeds=given.seeds,
             tune_lr=RATES[given.size],
             max_extensions=2,
-            command=f"python studies/mlm_small/run.py DATA --size {given.size} --seeds {given.seeds}",
+            command=f"python -m studies.mlm_small.run DATA --size {given.size} --seeds {given.seeds}",
         )
 
 

@@ -1,6 +1,6 @@
 """Radiance fields, low-rank against sine: Table 3 of sine_lowrank.txt in small.
 
-    python studies/nerf/run.py FERN LEGO [--stage fern|spread|lego|size|all] [--threads 1] [--work FOLDER]
+    python -m studies.nerf.run FERN LEGO [--stage fern|spread|lego|size|all] [--threads 1] [--work FOLDER]
 
 FERN is an LLFF scene and LEGO a Blender one, as `nlr fit nerf-fern --source` takes them. Stages:
 
@@ -21,7 +21,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from nlr_lab.compare.report import markdown_table
-from nlr_lab.compare.study import (
+from nlr_lab.fields.nerf import NerfSettings
+from nlr_lab.fields.problem import FieldArm
+from nlr_lab.fields.recipe import FitConfig
+from nlr_lab.fields.settings import RadianceConfig
+from nlr_lab.recipes import get_recipe
+from studies.study import (
     absolute,
     difference_cells,
     one_line_errors,
@@ -31,11 +36,6 @@ from nlr_lab.compare.study import (
     study_parser,
     tuned_arms,
 )
-from nlr_lab.fields.nerf import NerfSettings
-from nlr_lab.fields.problem import FieldArm
-from nlr_lab.fields.recipe import FitConfig
-from nlr_lab.fields.settings import RadianceConfig
-from nlr_lab.recipes import get_recipe
 
 HERE = Path(__file__).parent
 LOWER = (2.5e-4, 5e-4, 1e-3)  # fern's best were at the lower edge of its own
@@ -75,7 +75,7 @@ def stage(
         tune_lr=rates,
         timing_rounds=0,
         max_extensions=2,
-        command=f"python studies/nerf/run.py FERN LEGO --stage {options.stage}",
+        command=f"python -m studies.nerf.run FERN LEGO --stage {options.stage}",
     )
 
 

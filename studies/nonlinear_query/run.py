@@ -1,6 +1,6 @@
 """The table of nonlinear_queries.md ("Key Experimental Results") in small, with every arm at a rate of its own.
 
-    python studies/nonlinear_query/run.py DATA [--steps 400] [--seeds 2] [--threads 1] [--work FOLDER]
+    python -m studies.nonlinear_query.run DATA [--steps 400] [--seeds 2] [--threads 1] [--work FOLDER]
 
 DATA holds ELTeC's English novels as `train.txt.xz` and `valid.txt.xz`, held out by novel. An OPT backbone of width 192
 with 4 layers on sequences of 256. The arms:
@@ -20,10 +20,10 @@ the report and the pictures are copied beside this file.
 
 from pathlib import Path
 
-from nlr_lab.compare.study import one_line_errors, run_study, study_parser
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import OptBackbone, OptLanguageModelTask
 from nlr_lab.training import Arm, Recipe, TrainConfig
+from studies.study import one_line_errors, run_study, study_parser
 
 HERE = Path(__file__).parent
 RATES = (1e-3, 2e-3, 4e-3)
@@ -86,7 +86,7 @@ def main() -> None:
             seeds=given.seeds,
             tune_lr=RATES,
             max_extensions=2,
-            command=f"python studies/nonlinear_query/run.py DATA --steps {given.steps} --seeds {given.seeds}",
+            command=f"python -m studies.nonlinear_query.run DATA --steps {given.steps} --seeds {given.seeds}",
         )
 
 

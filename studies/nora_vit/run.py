@@ -1,6 +1,6 @@
 """NoRA on a small vision transformer: Tables 1, 3, 4, 5 and Figure 2 of nora.txt in small.
 
-    python studies/nora_vit/run.py CIFAR MNIST [--stage STAGE|all] [--work FOLDER]
+    python -m studies.nora_vit.run CIFAR MNIST [--stage STAGE|all] [--work FOLDER]
 
 A vision transformer of the size of ViT-Tiny (12 layers, width 192; 32 pixels in patches of 8) is trained on CIFAR-10
 by `pretrain`, and adapted to handwritten digits: 900 images to train on, 100 to choose on, 2,000 to score. CIFAR
@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from transformers import ViTConfig, ViTForImageClassification
 
-from nlr_lab.compare.study import one_line_errors, run_study, study_parser
 from nlr_lab.tasks.finetune.classification import ImageData, ImageTask
 from nlr_lab.tasks.finetune.pretrained import Pretrained
 from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
+from studies.study import one_line_errors, run_study, study_parser
 
 HERE = Path(__file__).parent
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "fc1", "fc2")
@@ -132,7 +132,7 @@ def stage(name: str, checkpoint: Path, source: Path, seeds: int, threads: int, w
         tune_lr=(1e-3, 3e-3, 1e-2),
         timing_rounds=0,
         max_extensions=2,
-        command=f"python studies/nora_vit/run.py CIFAR MNIST --stage {name} --seeds {seeds}",
+        command=f"python -m studies.nora_vit.run CIFAR MNIST --stage {name} --seeds {seeds}",
     )
 
 

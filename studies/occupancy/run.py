@@ -1,6 +1,6 @@
 """Shapes in a few thousand numbers: table 13 and figures 6 and 9 of sine_lowrank.txt, on closed meshes.
 
-    python studies/occupancy/run.py MESHES [--stage shapes|long|rates|omega|all] [--work FOLDER]
+    python -m studies.occupancy.run MESHES [--stage shapes|long|rates|omega|all] [--work FOLDER]
 
 MESHES is a folder of .npz meshes. Stages:
 
@@ -22,7 +22,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from nlr_lab.compare.report import markdown_table
-from nlr_lab.compare.study import (
+from nlr_lab.fields.occupancy import OccupancySettings
+from nlr_lab.fields.problem import FieldArm
+from nlr_lab.fields.recipe import FieldRecipe, FitConfig
+from studies.study import (
     difference_cells,
     one_line_errors,
     record_arms,
@@ -31,9 +34,6 @@ from nlr_lab.compare.study import (
     study_parser,
     tuned_arms,
 )
-from nlr_lab.fields.occupancy import OccupancySettings
-from nlr_lab.fields.problem import FieldArm
-from nlr_lab.fields.recipe import FieldRecipe, FitConfig
 
 RANKS = (1, 5)
 RATES = (1e-3, 3e-3, 8e-3)
@@ -76,7 +76,7 @@ def compare_shape(name: str, mesh: str, arms: Iterable[FieldArm], steps: int, ar
         tune_lr=RATES,
         timing_rounds=0,
         max_extensions=2,
-        command=f"python studies/occupancy/run.py MESHES --stage {arguments.stage} --seeds {arguments.seeds}",
+        command=f"python -m studies.occupancy.run MESHES --stage {arguments.stage} --seeds {arguments.seeds}",
     )
 
 

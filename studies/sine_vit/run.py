@@ -1,6 +1,6 @@
 """Sine low-rank weights on a vision transformer, rank x omega: Figure 4 and Table 10 of sine_lowrank.txt in small.
 
-    python studies/sine_vit/run.py CIFAR [--size cpu|gpu] [--stage k1|k5|k20|all] [--seeds N] [--threads N]
+    python -m studies.sine_vit.run CIFAR [--size cpu|gpu] [--stage k1|k5|k20|all] [--seeds N] [--threads N]
                                          [--work FOLDER]
 
 CIFAR is CIFAR-10 as a .npz file (also .npz.xz), as `nlr train --source` takes it. Both linears of every MLP are
@@ -16,11 +16,11 @@ reports and pictures are copied beside this file. `--smoke` takes a few steps of
 from dataclasses import replace
 from pathlib import Path
 
-from nlr_lab.compare.study import one_line_errors, run_study, study_parser
 from nlr_lab.tasks.images.augmentation import Augmentation
 from nlr_lab.tasks.images.pretraining import ImagePretrainingTask, VitBackbone
 from nlr_lab.tasks.images.sources import ImageSource
 from nlr_lab.training import Arm, Recipe, TrainConfig
+from studies.study import one_line_errors, run_study, study_parser
 
 HERE = Path(__file__).parent
 MLPS = r"include=.*mlp\.fc[12]"
@@ -98,7 +98,7 @@ def main() -> None:
                 tune_lr=RATES[given.size],
                 timing_rounds=30 if stage == "k5" else 0,
                 max_extensions=2,
-                command=f"python studies/sine_vit/run.py CIFAR --size {given.size} --stage {stage} "
+                command=f"python -m studies.sine_vit.run CIFAR --size {given.size} --stage {stage} "
                 f"--seeds {given.seeds}",
             )
 

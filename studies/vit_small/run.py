@@ -1,6 +1,6 @@
 """NOBLE on a vision transformer with and without Mixup and CutMix: Table 3 of noble.txt (section 4.2.1) in small.
 
-    python studies/vit_small/run.py CIFAR [--size cpu|gpu] [--stage mixed|plain|all] [--seeds N] [--threads N]
+    python -m studies.vit_small.run CIFAR [--size cpu|gpu] [--stage mixed|plain|all] [--seeds N] [--threads N]
                                           [--work FOLDER]
 
 CIFAR is CIFAR-10 as a .npz file (also .npz.xz), as `nlr train --source` takes it. Stages:
@@ -19,11 +19,11 @@ steps of everything and copies nothing.
 from dataclasses import replace
 from pathlib import Path
 
-from nlr_lab.compare.study import noble_arms, one_line_errors, run_study, study_parser
 from nlr_lab.tasks.images.augmentation import Augmentation
 from nlr_lab.tasks.images.pretraining import ImagePretrainingTask, VitBackbone
 from nlr_lab.tasks.images.sources import ImageSource
 from nlr_lab.training import Recipe, TrainConfig
+from studies.study import noble_arms, one_line_errors, run_study, study_parser
 
 HERE = Path(__file__).parent
 STAGES = {"mixed": {"mixup": 0.8, "cutmix": 1.0}, "plain": {"mixup": 0.0, "cutmix": 0.0}}
@@ -86,7 +86,7 @@ def main() -> None:
                 tune_lr=RATES[given.size],
                 timing_rounds=30 if stage == "mixed" else 0,
                 max_extensions=2,
-                command=f"python studies/vit_small/run.py CIFAR --size {given.size} --stage {stage} "
+                command=f"python -m studies.vit_small.run CIFAR --size {given.size} --stage {stage} "
                 f"--seeds {given.seeds}",
             )
 

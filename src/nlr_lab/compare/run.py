@@ -53,23 +53,6 @@ class Comparison:
     results: dict[str, Any] = field(repr=False)
     trials: Trials = field(repr=False)
 
-    def copy_to(self, folder: Path | str, name: str) -> None:
-        """Copy what a reader needs, without the runs: `name`.md, .json and -picture.png.
-
-        Args:
-            folder: an existing folder, of a study for example. Files of these names in it are replaced or go.
-            name: how the files' names begin.
-        """
-        folder = Path(folder)
-        text = (self.out / REPORT).read_text(encoding="utf-8")
-        for picture in self.trials.pictures:
-            text = text.replace(f"({picture})", f"({name}-{picture})")
-            (folder / f"{name}-{picture}").unlink(missing_ok=True)
-            if (self.out / picture).exists():
-                shutil.copyfile(self.out / picture, folder / f"{name}-{picture}")
-        shutil.copyfile(self.out / RESULTS, folder / f"{name}.json")
-        write_text(folder / f"{name}.md", text)
-
     def __rich__(self) -> Markdown:
         return Markdown("\n\n".join(self.trials.report.tables(self.results)))
 

@@ -19,6 +19,7 @@ from nlr_lab.runtime.environment import cpu_threads
 from nlr_lab.tasks.task import Measure
 from nonlinear_lowrank.errors import DivergedError
 from refusals import assert_refused
+from studies.study import copy
 
 ARMS = ("dense", *(f"{kind}:rank={rank}" for rank in (1, 2, 3) for kind in ("low-rank", "sine")))
 
@@ -192,14 +193,14 @@ def test_draws_a_sweep_over_omega(recipe, tmp_path, monkeypatch):
     none = "none, since a Bjontegaard delta needs at least 3 points; low-rank has 1"
     assert f"BD-rate of sine over low rank: {none}" in str(swept)
     (tmp_path / "study").mkdir()
-    swept.copy_to(tmp_path / "study", "photo")
+    copy(swept, tmp_path / "study", "photo")
     names = {f"photo{name}" for name in ("-omega.png", "-rate.png", "-strip.png", ".json", ".md")}
     assert {path.name for path in (tmp_path / "study").iterdir()} == names
     assert "(photo-omega.png)" in (tmp_path / "study" / "photo.md").read_text()
     fewer = go(recipe, tmp_path / "out", arms=arms[1:3], resume=True)
     assert "BD-rate" not in str(fewer), "without plain low rank there is nothing to be over"
     assert "omega.png" not in str(fewer) + (tmp_path / "out" / "report.md").read_text()
-    fewer.copy_to(tmp_path / "study", "photo")
+    copy(fewer, tmp_path / "study", "photo")
     assert not list(tmp_path.glob("*/*omega.png")), "a picture of arms that are no longer there"
 
 

@@ -16,6 +16,7 @@ from nlr_lab.compare.record import clean
 from nlr_lab.compare.report import findings, render_report
 from nlr_lab.training import Recipe, TrainConfig
 from refusals import assert_refused
+from studies.study import copy
 
 
 @pytest.fixture
@@ -134,7 +135,7 @@ def test_copies_what_a_reader_needs_under_another_name(go, tmp_path):
     (study / "table.json").write_text("an older one")
     loss = bowl({"baseline": 2e-3, "noble-r4": 2e-3})
     comparison = go(loss, draw=True, arms=(BASE, NOBLE), tune_lr=(1e-3, 2e-3, 4e-3))
-    comparison.copy_to(str(study), "table")
+    copy(comparison, study, "table")
     names = {"table.md", "table.json", "table-curves.png", "table-rates.png"}
     assert {path.name for path in study.iterdir()} == names
     for name in ("curves", "rates"):

@@ -14,12 +14,12 @@ from PIL import Image
 from scipy.stats import ttest_rel
 
 from compare_helpers import field_recipe, tiny_recipe
-from nlr_lab.compare import study
 from nlr_lab.compare.report import p_text
 from nlr_lab.fields.problem import FieldArm
 from nlr_lab.training import Arm
 from nonlinear_lowrank.errors import UserError
 from refusals import assert_refused
+from studies import study
 
 SCRIPTS = sorted((Path(__file__).parents[3] / "studies").glob("*/run.py"))
 OPTIONS = {"timing_rounds": 0, "quiet": True}
@@ -189,6 +189,6 @@ def test_turns_user_errors_into_one_line(part, line):
 def test_prints_what_each_script_is(script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["run.py", "--help"])
     with pytest.raises(SystemExit) as left:
-        runpy.run_path(str(script), run_name="__main__")
+        runpy.run_module(f"studies.{script.parent.name}.run", run_name="__main__")
     assert left.value.code == 0
-    assert f"python studies/{script.parent.name}/run.py" in capsys.readouterr().out
+    assert f"python -m studies.{script.parent.name}.run" in capsys.readouterr().out

@@ -1,23 +1,24 @@
 """The common parts of the scripts under studies/: the command line, resuming, copies, one-line errors."""
 
 import argparse
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nlr_lab.compare.record import REPORT, RESULTS
+from nlr_lab.compare.report import estimate_text, p_text
+from nlr_lab.compare.run import Comparison, compare
+from nlr_lab.compare.statistics import holm, paired_mean
 from nlr_lab.fields.problem import FieldArm, FieldMethod
 from nlr_lab.fields.recipe import FieldRecipe
-from nlr_lab.runtime.storage import read_json
+from nlr_lab.runtime.storage import read_json, write_text
 from nlr_lab.tasks.images.pretraining import ImagePretrainingTask
 from nlr_lab.training.arms import Arm
 from nlr_lab.training.recipe import Recipe
 from nonlinear_lowrank.errors import UserError
-
-from .report import estimate_text, p_text
-from .run import compare
-from .statistics import holm, paired_mean
 
 
 def study_parser(
@@ -84,8 +85,20 @@ def run_study(
             recipe = _few_steps(recipe)
     found = compare(recipe, out, resume=out.exists(), **options)
     if not smoke:
-        found.copy_to(into, name)
+        copy(found, into, name)
     print(found)
+
+
+def copy(found: Comparison, folder: Path, name: str) -> None:
+    """Copy what a reader needs, without the runs: `name`.md, .json and -picture.png; such files in `folder` go."""
+    text = (found.out / REPORT).read_text(encoding="utf-8")
+    for picture in found.trials.pictures:
+        text = text.replace(f"({picture})", f"({name}-{picture})")
+        (folder / f"{name}-{picture}").unlink(missing_ok=True)
+        if (found.out / picture).exists():
+            shutil.copyfile(found.out / picture, folder / f"{name}-{picture}")
+    shutil.copyfile(found.out / RESULTS, folder / f"{name}.json")
+    write_text(folder / f"{name}.md", text)
 
 
 def noble_arms(wider: float, ranks: Iterable[int]) -> list[Arm]:
