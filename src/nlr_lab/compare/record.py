@@ -36,6 +36,9 @@ SHORTENED = "steps-"
 Times = Mapping[str, Sequence[float]] | None
 
 
+_MIXTURE = re.compile(r"[^,]+:[\d.e+-]+(,[^,]+:[\d.e+-]+)+")  # of sources, each perhaps a path
+
+
 class Folder:
     """One comparison's folder; `settings` are of all runs."""
 
@@ -323,6 +326,8 @@ def clean(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, str | os.PathLike):
         text = os.fspath(value)
+        if _MIXTURE.fullmatch(text):
+            return ",".join(clean(part) for part in text.split(","))
         start, mark, path = text.rpartition("=")
         return start + mark + f".../{Path(path).name}" if Path(path).is_absolute() else text
     return value if value is None or isinstance(value, bool | int) else str(value)

@@ -135,7 +135,7 @@ class RunFolder:
             if hasattr(base, "write_base"):
                 base.write_base(folder / BASE)
             data = read_json(self.path / DATA, sources=dict, fingerprint=str)
-            _write_card(folder, self.recipe, result, data)
+            _write_card(folder, self.recipe, result, data, trainer.drawn())
 
     def write_result(self, trainer: RunTrainer, prepared: Any, result: TrainResult) -> None:
         """Write the last file of a run."""
@@ -149,12 +149,17 @@ class RunFolder:
 # --- the model's card -----------------------------------------------------------------------------------------
 
 
-def _write_card(folder: Path, recipe: Recipe, result: TrainResult, data: dict[str, Any]) -> None:
+def _write_card(
+    folder: Path, recipe: Recipe, result: TrainResult, data: dict[str, Any], drawn: list[dict[str, Any]]
+) -> None:
     """Write the model card, with data, the recipe setting by setting, and final numbers."""
     tuned, arm = recipe.task.pretrained, recipe.arm
     rows: dict[str, Any] = {"fingerprint of the data as trained on": f"`{data['fingerprint']}`"}
     for setting, about in data["sources"].items():
         rows[setting] = shown_name(about["name"]) + (f", sha256 `{about['sha256']}`" if about.get("sha256") else "")
+    for each in drawn:
+        counted = f"{each['sequences']:,} sequences, {each['passes']:g} passes"
+        rows[f"drawn from {shown_name(each['source'])}"] = counted
     given = {name: value for name, value in _settings(recipe).items() if value not in (None, [], "")}
     again = "`nlr train --from RUN`, or `nlr finetune --from RUN`, repeats it from its run folder."
     numbers: dict[str, Any] = {"runs": "n = 1", "seed": result.seed, "learning rate": result.lr, "steps": result.steps}

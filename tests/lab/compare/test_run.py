@@ -325,6 +325,8 @@ def test_record_holds_settings_and_versions_and_no_path_or_host(go, tmp_path, mo
     assert {"python", "torch", "transformers", "nonlinear-lowrank"} <= set(results["versions"])
     assert min(results["machine"]["cpu_count"], results["machine"]["threads"]) >= 1
     value = {"a": (1, math.nan, Path("/x/y")), "b": "/x/y z", "c": "--out=/x/y", "d": "a/b", 3: {1.5}}
+    value["e"] = "/x/a.bin:0.7,b/c.bin:3e-1"
     cleaned = clean(value)
     assert json.loads(json.dumps(cleaned, allow_nan=False)) == cleaned
-    assert cleaned == {"a": [1, None, ".../y"], "b": ".../y z", "c": "--out=.../y", "d": "a/b", "3": "{1.5}"}
+    mixed = {"e": ".../a.bin:0.7,b/c.bin:3e-1"}
+    assert cleaned == {"a": [1, None, ".../y"], "b": ".../y z", "c": "--out=.../y", "d": "a/b", "3": "{1.5}"} | mixed

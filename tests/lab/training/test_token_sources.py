@@ -64,7 +64,9 @@ def test_killed_run_on_token_files_has_the_same_bits(tmp_path, kind):
         assert record["text.source.1"]["files"]["b.bin"]["bytes"] == (folder / "b.bin").stat().st_size
     card = (whole / "model" / "README.md").read_text()
     assert str(tmp_path) not in card
-    assert "b.bin:0.25" in card or kind == "shards"
+    if kind == "mixture":
+        assert "a.bin:0.75,b.bin:0.25" in card
+        assert f"| drawn from b.bin | {data['drawn'][1]['sequences']} sequences, " in card
 
 
 def test_commands_take_token_files(tmp_path, capsys):
