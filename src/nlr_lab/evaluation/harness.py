@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from nlr_lab.runtime.tables import number_table, render_table
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import require
 
@@ -299,35 +300,24 @@ def task_table(scores: Mapping[str, Mapping[str, Any]], hidden: Collection[str] 
     """One line a metric, with its standard error and the number of questions, then what makes it incomparable, of
     `score_tasks` or `score_answers`; tasks that are `hidden` are only counted."""
     shown = {task: metrics for task, metrics in scores.items() if task not in hidden}
-    rows: list[tuple[str, ...]] = [("task", "metric", "value", "stderr", "n")]
-    rows += [row for task, metrics in shown.items() for row in _table_rows(task, metrics)]
-    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for task, metric, *numbers in rows:
-        right = [text.rjust(width) for text, width in zip(numbers, wide[2:], strict=True)]
-        lines.append("  ".join([task.ljust(wide[0]), metric.ljust(wide[1]), *right]).rstrip())
-    if unseen := len(scores) - len(shown):
-        lines.append(f"and {unseen} subjects, each in the file of --output")
+    table, notes = number_table("task", "metric", "value", "stderr", "n"), []
+    table.columns[1].justify = "left"
     for task, metrics in shown.items():
+        count = f"{metrics['n']:,}" if "n" in metrics else ""
+        for key, value in metrics.items():
+            name, comma, way = key.partition(",")
+            if comma and not name.endswith("_stderr"):
+                error = metrics.get(f"{name}_stderr,{way}")
+                number = f"{value:.4f}" if isinstance(value, float) else str(value)
+                spread = f"{error:.4f}" if isinstance(error, float) else ""
+                table.add_row(task, name if way == "none" else key, number, spread, count)
         n, published = metrics.get("n"), metrics.get("published_n", metrics.get("n"))
         if published != n:
             what = f"{task} is {n:,} questions, the published test {published:,}"
-            lines.append(f"note: {what}: not comparable with published figures")
+            notes.append(f"note: {what}: not comparable with published figures")
         if "truncated" in metrics:
             what = f"{metrics['truncated']:,} prompts did not fit the model's positions and lost their beginning"
-            lines.append(f"note: {task}: {what}")
-    return lines
-
-
-def _table_rows(task: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    for key, value in metrics.items():
-        name, comma, way = key.partition(",")
-        if comma and not name.endswith("_stderr"):
-            error = metrics.get(f"{name}_stderr,{way}")
-            yield (
-                task,
-                name if way == "none" else key,
-                f"{value:.4f}" if isinstance(value, float) else str(value),
-                f"{error:.4f}" if isinstance(error, float) else "",
-                f"{metrics['n']:,}" if "n" in metrics else "",
-            )
+            notes.append(f"note: {task}: {what}")
+    if unseen := len(scores) - len(shown):
+        notes.insert(0, f"and {unseen} subjects, each in the file of --output")
+    return [render_table(table, 200), *notes]

@@ -21,7 +21,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from nlr_lab.runtime.tables import COLOURS, GREYS, fold_numbers, new_figure, save
+from nlr_lab.runtime.tables import COLOURS, GREYS, fold_numbers, new_figure, number_table, render_table, save
 
 from .measures import ACTIVATIONS, curve_places, kaiming_factors, kaiming_uniform, random_stable_rank, spectrum
 from .report import LayerRank
@@ -68,13 +68,12 @@ def format_figures(figures: Mapping[str, Any]) -> str:
             f"{title}: {figure['size']} x {figure['size']}, k = {figure['rank']}, {figures['init']}, "
             f"n = {figures['seeds']} draws; mean (lowest to highest)"
         )
-        heads = ["stable rank", *(f"rank({each:g})" for each in figures["tolerances"])]
-        lines.append(f"  {'matrix':<22}" + "".join(f"{head:>26}" for head in heads))
+        table = number_table("matrix", "stable rank", *(f"rank({each:g})" for each in figures["tolerances"]))
         for name, measured in figure["matrices"].items():
-            cells = [measured["stable_rank"], *(measured["ranks"][f"{each:g}"] for each in figures["tolerances"])]
-            texts = [f"{cell['mean']:.1f} ({cell['low']:.1f} to {cell['high']:.1f})" for cell in cells]
-            lines.append(f"  {name:<22}" + "".join(f"{text:>26}" for text in texts))
-        lines.append(f"  independent entries would have stable rank {figure['independent']:.1f}")
+            cells = [measured["stable_rank"], *measured["ranks"].values()]
+            table.add_row(name, *(f"{cell['mean']:.1f} ({cell['low']:.1f} to {cell['high']:.1f})" for cell in cells))
+        lines.append(render_table(table, 120))
+        lines.append(f"independent entries would have stable rank {figure['independent']:.1f}")
     return "\n".join(lines)
 
 
