@@ -64,7 +64,7 @@ def bd_rate(anchor: Curve, test: Curve, *, names: tuple[str, str] = ("anchor", "
             quality that does not rise with the rate, no common quality, or curves so flat somewhere that the
             interpolation between their points leaves all measured rates.
     """
-    rising = [_checked(name, curve) for name, curve in zip(names, (anchor, test), strict=True)]
+    rising = _checked(names, anchor, test)
     for name, curve in zip(names, rising, strict=True):
         for (low, worse), (high, better) in pairwise(curve):
             if better <= worse:
@@ -92,9 +92,7 @@ def bd_psnr(anchor: Curve, test: Curve, *, names: tuple[str, str] = ("anchor", "
     Raises:
         UserError: as in `bd_rate`, but for the quality and its interpolation, and where there is no common rate.
     """
-    return _mean_gap(
-        "rate", names, [_checked(name, curve) for name, curve in zip(names, (anchor, test), strict=True)], 0
-    )
+    return _mean_gap("rate", names, _checked(names, anchor, test), 0)
 
 
 def _mean_gap(what: str, names: tuple[str, str], curves: Sequence[Sequence[tuple[float, float]]], rate: int) -> float:
@@ -116,16 +114,17 @@ def _mean_gap(what: str, names: tuple[str, str], curves: Sequence[Sequence[tuple
     return float((test - anchor) / (high - low))
 
 
-def _checked(name: str, curve: Curve) -> list[tuple[float, float]]:
-    """The points by rising rate."""
-    if len(curve) < LEAST_POINTS:
-        raise UserError(f"a Bjontegaard delta needs at least {LEAST_POINTS} points; {name} has {len(curve)}")
-    points = sorted((float(rate), float(quality)) for rate, quality in curve)
-    good = all(0 < rate < math.inf and math.isfinite(quality) for rate, quality in points)
-    if not good or len(dict(points)) < len(points):
-        listed = ", ".join(f"({rate:g}, {quality:g})" for rate, quality in points)
-        raise UserError(f"{name} needs finite qualities at rates above 0, each rate once; it has {listed}")
-    return points
+def _checked(names: tuple[str, str], *curves: Curve) -> list[list[tuple[float, float]]]:
+    """The points of both curves by rising rate."""
+    rising = [sorted((float(rate), float(quality)) for rate, quality in curve) for curve in curves]
+    for name, points in zip(names, rising, strict=True):
+        if len(points) < LEAST_POINTS:
+            raise UserError(f"a Bjontegaard delta needs at least {LEAST_POINTS} points; {name} has {len(points)}")
+        good = all(0 < rate < math.inf and math.isfinite(quality) for rate, quality in points)
+        if not good or len(dict(points)) < len(points):
+            listed = ", ".join(f"({rate:g}, {quality:g})" for rate, quality in points)
+            raise UserError(f"{name} needs finite qualities at rates above 0, each rate once; it has {listed}")
+    return rising
 
 
 # --- the record --------------------------------------------------------------------------------------------------

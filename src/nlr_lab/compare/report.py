@@ -234,12 +234,8 @@ def training_rows(results: Record) -> list[Row]:
 
 def tables(results: Record) -> list[str]:
     """The tables that there are numbers for, as Markdown, below their headings."""
-    metric, reference, pairs, speeds = (
-        results["metric"],
-        results["reference"],
-        _main_pairs(results),
-        _has_speed(results),
-    )
+    metric, reference, pairs = results["metric"], results["reference"], _main_pairs(results)
+    speeds = _has_speed(results)
     name = metric["name"].capitalize()
     intro = f"Reference: `{reference}`. Loss in {metric['unit']}; a delta below 0 is better."
     if not by_loss(results):

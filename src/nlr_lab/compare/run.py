@@ -53,13 +53,10 @@ class Comparison:
     results: dict[str, Any] = field(repr=False)
     trials: Trials = field(repr=False)
 
-    def __rich__(self) -> Markdown:
-        return Markdown("\n\n".join(self.trials.report.tables(self.results)))
-
     def __str__(self) -> str:
         """The tables, what was found, and where the files are."""
-        text = io.StringIO()
-        Console(file=text, width=max(110, shutil.get_terminal_size((130, 40)).columns)).print(self)
+        text, tables = io.StringIO(), Markdown("\n\n".join(self.trials.report.tables(self.results)))
+        Console(file=text, width=max(110, shutil.get_terminal_size((130, 40)).columns)).print(tables)
         lines = [f"- {line}".replace("**", "") for line in self.trials.report.findings(self.results)]
         files = [name for name in (REPORT, *self.trials.pictures, RESULTS) if (self.out / name).exists()]
         return "\n".join([text.getvalue(), *lines, f"\nIn {self.out}: {', '.join(files)}"])
@@ -294,10 +291,6 @@ class _Session:
         """Return how long one more run of each arm takes."""
         return self.forecast.total([arm.name for arm in arms], self.trials.in_steps().steps)
 
-    def _have_time_for(self, arms: Sequence[Any]) -> bool:
-        """Return whether one more run of each arm ends in time; clocks differ, so rank 0 decides for all processes."""
-        return on_rank_0(lambda: self._expected_seconds(arms) < self.limit.left)
-
     def _stop_rule(self, arm: Any, steps: int, after: Sequence[Any], *, needed: bool) -> Stop:
         """Return what says at each step of a run whether it must stop; its threads give way to others meanwhile.
 
@@ -361,8 +354,10 @@ class _Session:
             OutOfTimeError: a run would not end in time; one that is `needed` says so as soon as its pace does.
         """
         missing = [each for each in now if self._find(*each, seed, with_weights=seed == self.plan.seeds[0]) is None]
-        if missing and not needed and not self._have_time_for([*(arm for arm, _ in missing), *reserved]):
-            raise OutOfTimeError("no time for another run of every arm")
+        if missing and not needed:
+            seconds = self._expected_seconds([*(arm for arm, _ in missing), *reserved])
+            if on_rank_0(lambda: seconds > self.limit.left):  # clocks differ: one process decides for all
+                raise OutOfTimeError("no time for another run of every arm")
         self._run_ahead([(arm, choice, seed) for arm, choice in missing])
         runs = []
         for number, (arm, choice) in enumerate(now, 1):

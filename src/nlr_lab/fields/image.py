@@ -164,13 +164,8 @@ class ImageProblem:
         """Return the image as the model has it, or as it is."""
         if model is None:
             return self._pixels
-        return (
-            (values(model, self._positions).clamp(0, 1) * 255)
-            .round()
-            .to(torch.uint8)
-            .numpy()
-            .reshape(self._pixels.shape)
-        )
+        pixels = (values(model, self._positions).clamp(0, 1) * 255).round().to(torch.uint8)
+        return pixels.numpy().reshape(self._pixels.shape)
 
     def write(self, model: nn.Module, folder: Path) -> list[Path]:
         """Write fitted.png, and truth.png beside it."""

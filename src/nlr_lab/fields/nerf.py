@@ -113,10 +113,8 @@ class NerfProblem:
         pictures = {}
         for view in self.scene.held_out:
             truth, seen = self.scene.images[view], self.view(model, self.scene.cameras, view)
-            between = np.ones((len(truth), _GAP, 3), np.float32)
-            pictures[folder / f"view-{view:03d}.png"] = Image.fromarray(
-                _bytes(np.concatenate([truth, between, seen], 1))
-            )
+            beside = np.concatenate([truth, np.ones((len(truth), _GAP, 3), np.float32), seen], 1)
+            pictures[folder / f"view-{view:03d}.png"] = Image.fromarray(_bytes(beside))
         frames = []
         if self._path is not None:
             frames = [Image.fromarray(_bytes(self.view(model, self._path, each))) for each in range(len(self._path))]
