@@ -155,14 +155,30 @@ def write_optimizer(folder: Path, model: nn.Module, wrapped: Any) -> Any:
     return state["param_groups"]
 
 
-def read_optimizer(folder: Path, model: nn.Module, wrapped: Any, groups: Any) -> None:
-    """Fill the optimizer from a checkpoint, whose groups are given."""
+def read_optimizer(folder: Path, model: nn.Module, wrapped: Any, groups: Any = None) -> None:
+    """Fill the optimizer from a checkpoint, and its groups where those are given; UserError if it was another one."""
     optimizer = getattr(wrapped, "optimizer", wrapped)  # inside accelerate's wrapper
     state: Any = get_optimizer_state_dict(model, optimizer)
-    _read_tensors(folder / "optimizer", _tensors(state))
-    # JSON has no tuples.
-    state["param_groups"] = [{key: tuple(v) if key == "betas" else v for key, v in group.items()} for group in groups]
+    wanted = _tensors(state)
+    if missing := sorted(wanted.keys() - tensor_names(folder / "optimizer")):
+        raise UserError(f"the optimizer of {folder} has no {missing[0]}: it was another one; use the same")
+    _read_tensors(folder / "optimizer", wanted)
+    if groups is not None:  # JSON has no tuples
+        state["param_groups"] = [{key: tuple(v) if key == "betas" else v for key, v in each.items()} for each in groups]
     set_optimizer_state_dict(model, optimizer, state)
+
+
+def check_optimizer(folder: Path, model: nn.Module) -> None:
+    """Raise UserError unless a checkpoint has the optimizer's state of all that is trained in a model, and no other."""
+    if not (folder / "optimizer").is_dir():
+        hint = "init_from must be a run's checkpoint, as in runs/first/checkpoints/step-000100"
+        raise UserError(f"init_optimizer: there is no {folder / 'optimizer'}; {hint}")
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    saved = {name.partition("/")[2] for name in tensor_names(folder / "optimizer")}
+    if odd := sorted(trained ^ saved):
+        where = "has no state of" if odd[0] in trained else "is of a model with"
+        hint = "omit init_optimizer, or --arm baseline trains what the checkpoint has"
+        raise UserError(f"init_optimizer: {folder} {where} {odd[0]}; {hint}")
 
 
 def tensor_names(folder: Path) -> set[str]:

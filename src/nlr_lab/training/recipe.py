@@ -56,6 +56,9 @@ class TrainConfig:
     """Batches of similar lengths, where examples differ: less padding, so fewer hours; the same for every arm."""
     optimizer: Optimizer = "adamw"
     """"muon": dense matrices by Muon, the rest by AdamW. An arm may name its own."""
+    init_optimizer: bool = False
+    """Begin with the optimizer's state (moments and their count) of the run's checkpoint that task.init_from names, of
+    the same optimizer; learning rates begin anew."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm; 0: not clipped."""
     bf16: bool = False

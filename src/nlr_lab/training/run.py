@@ -30,11 +30,12 @@ from nonlinear_lowrank.validation import one_line
 
 from . import deepspeed
 from .arms import apply_arm, build_model, optimizer_settings, uses_muon
+from .checkpoints import check_optimizer
 from .progress import progress_of
 from .recipe import Recipe, TrainConfig
 from .result import TrainResult, curve_of, judged, stability
 from .run_folder import RunFolder
-from .trainer import RunTrainer, Schedule
+from .trainer import RunTrainer, Schedule, WarmOptimizer
 
 
 def run_training(
@@ -81,6 +82,7 @@ def run_training(
             deepspeed.check_engine(muon=uses_muon(recipe, arm), allowed=allow_torch_checkpoints)
         arguments = training_arguments(recipe, folder.path)
         quiet = quiet or not arguments.should_save
+        start = _optimizer_start(recipe)
         micro = _micro_batch(recipe.train, arguments.world_size)
         finished: TrainResult | None = on_rank_0(lambda: folder.check(resume=resume, overwrite=overwrite))
         if finished is not None and finished.status == "diverged":
@@ -91,7 +93,9 @@ def run_training(
         if ":" in arm.method:  # a user's function need not know of meta devices
             arm.function()
         else:  # an arm that does not fit fails here, before any text is prepared
-            apply_arm(recipe, arm, recipe.task.build_on_meta())
+            changed = apply_arm(recipe, arm, recipe.task.build_on_meta())
+            if start is not None:
+                check_optimizer(start, changed)
         if prepared is None:
             prepared = _prepare(recipe, quiet)
         if len(prepared.train) < 1 or len(prepared.valid) < 1:
@@ -107,6 +111,9 @@ def run_training(
 
         model: Any = build_model(recipe, prepared)
         plain_parameters = count_parameters(model)
+        if (begun := getattr(recipe.task, "init_from", "")) and report and not quiet:
+            kind = type(model).__name__
+            print(f"from {begun}: {kind}, {plain_parameters:,} parameters, in place of the recipe's backbone")
         if recipe.task.pretrained:  # peft writes it into the adapter's config
             model.name_or_path = model.config.name_or_path = recipe.task.model.portable_name()
         model = apply_arm(recipe, arm, model, verbose=report and not quiet)
@@ -129,6 +136,7 @@ def run_training(
         optimizer = optimizer_settings(model, recipe, arm, recipe.lr, arguments.device)
 
         on_rank_0(lambda: folder.open(prepared.fingerprint, overwrite=overwrite))
+        warm = [] if start is None else [WarmOptimizer(start)]
         progress = progress_of(recipe, model, prepared, arguments.world_size)
         trainer = RunTrainer(
             model,
@@ -137,7 +145,7 @@ def run_training(
             config=train,
             checkpoints=folder.path / "checkpoints",
             optimizer_cls_and_kwargs=optimizer,
-            callbacks=[Schedule(train, stop, wish), *([] if quiet else [progress])],
+            callbacks=[Schedule(train, stop, wish), *([] if quiet else [progress]), *warm],
         )
         trainer.remove_callback(PrinterCallback)
         try:
@@ -190,6 +198,17 @@ def _schedule(train: TrainConfig, lr: float) -> tuple[SchedulerType, dict[str, A
         case "linear" if floor:
             return SchedulerType.POLYNOMIAL, {"power": 1.0, "lr_end": floor * lr}
     return SchedulerType(train.schedule), {}
+
+
+def _optimizer_start(recipe: Recipe) -> Path | None:
+    """Return the checkpoint whose optimizer's state the run begins with."""
+    if not recipe.train.init_optimizer:
+        return None
+    path = getattr(recipe.task, "init_from", "")
+    if not path or _uses_deepspeed():
+        why = "goes on from the checkpoint that --init-from names" if not path else "cannot be used with DeepSpeed"
+        raise UserError(f"init_optimizer {why}; {'give one' if not path else 'omit it'}")
+    return Path(path)
 
 
 def _uses_deepspeed() -> bool:

@@ -119,6 +119,17 @@ class Schedule(TrainerCallback):
         return control
 
 
+@dataclass
+class WarmOptimizer(TrainerCallback):
+    """Fill the optimizer from another run's checkpoint where training begins, not where it resumes."""
+
+    checkpoint: Path
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            files.read_optimizer(self.checkpoint, kwargs["model"], kwargs["optimizer"])
+
+
 class RunTrainer(Trainer):
     """Trainer with a fixed order of the data, exact resume, and a stop at the first loss that is not finite.
 

@@ -22,8 +22,8 @@ def first(tmp_path_factory):
     return out, run_training(make_recipe("baseline"), out, prepared=TEXT, quiet=True)
 
 
-def _from(start, arm="baseline", **train):
-    recipe = make_recipe(arm, **train)
+def _from(start, arm="baseline", **settings):
+    recipe = make_recipe(arm, **settings)
     return replace(recipe, task=replace(recipe.task, init_from=str(start)))
 
 
@@ -39,10 +39,11 @@ def test_a_run_goes_on_from_anothers_weights(first, arm, tmp_path):
     assert str(start.parent) not in card
 
 
-def test_the_checkpoints_architecture_comes_before_the_recipes(first, tmp_path):
+def test_the_checkpoints_architecture_comes_before_the_recipes(first, tmp_path, capsys):
     recipe = _from(first[0])
     wide = replace(recipe, task=replace(recipe.task, backbone=replace(recipe.task.backbone, width=64)))
-    result = run_training(wide, tmp_path / "out", prepared=TEXT, quiet=True)
+    result = run_training(wide, tmp_path / "out", prepared=TEXT)
+    assert f"from {first[0]}: GlmForCausalLM, {result.parameters:,} parameters, in place" in capsys.readouterr().out
     assert result.parameters == first[1].parameters
 
 
@@ -57,6 +58,40 @@ def test_a_converted_model_keeps_its_branches_and_resumes_with_the_same_bits(fir
     assert run_training(recipe, out, resume=True, prepared=TEXT, quiet=True).curve == whole.curve
     weights = [load_file(folder / "model" / "model.safetensors") for folder in (out, tmp_path / "whole")]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+@pytest.mark.parametrize("arm", ["baseline", "noble:rank=4", "noble:rank=4,optimizer=muon"])
+def test_the_optimizers_state_goes_on_where_it_is_asked_for(tmp_path, arm):
+    """With it and a constant learning rate, a start from a checkpoint and a resume are the same steps."""
+    settings = {"schedule": "constant", "warmup_steps": 0, "dropout": 0.0, "keep_checkpoints": 9}
+    run_training(make_recipe(arm, **settings), tmp_path / "first", prepared=TEXT, quiet=True)
+    start = tmp_path / "first" / "checkpoints" / "step-000006"
+    own = "baseline:optimizer=muon" if "muon" in arm else "baseline"
+    moments = []
+    for state in (True, False):
+        recipe = _from(start, own, steps=2, init_optimizer=state, **settings)
+        run_training(recipe, tmp_path / f"{state}", prepared=TEXT, quiet=True)
+        file = next((tmp_path / f"{state}" / "checkpoints" / "step-000002" / "optimizer").glob("*.safetensors"))
+        moments.append(load_file(file))
+    counts = [{float(value) for name, value in each.items() if name.startswith("step/")} for each in moments]
+    assert counts == [{8.0}, {2.0}]
+    before = load_file(next((start / "optimizer").glob("*.safetensors")))
+    name = next(name for name in before if "exp_avg_sq/" in name)
+    later = [float((each[name] - 0.98**2 * before[name]).min()) for each in moments]
+    assert later[0] >= -1e-12 > later[1]  # v = 0.98 v + 0.02 g^2, twice
+
+
+def test_an_optimizers_state_that_does_not_fit_is_refused(first, tmp_path):
+    start = first[0] / "checkpoints" / "step-000012"
+    refused = {
+        "goes on from the checkpoint that --init-from names; give one": make_recipe(init_optimizer=True),
+        "there is no .*optimizer; init_from must be a run's checkpoint": _from(first[0], init_optimizer=True),
+        "has no state of .*dense.* or --arm baseline": _from(start, "noble:rank=4", init_optimizer=True),
+        "it was another one; use the same": _from(start, "baseline:optimizer=muon", init_optimizer=True),
+    }
+    for words, recipe in refused.items():
+        with pytest.raises(UserError, match=words):
+            run_training(recipe, tmp_path / "out", prepared=TEXT, quiet=True, overwrite=(tmp_path / "out").exists())
 
 
 def test_starts_that_do_not_fit_are_refused_before_any_work(first, tmp_path):
