@@ -137,9 +137,17 @@ def run_fit(arguments: list[str]) -> None:
 def _parse_run(arguments: list[str], command: str) -> tuple[Any, Any, Any]:
     """Read `RECIPE --arm ARM ...`, or `--from RUN ...` with a warning for all that is not as it was.
 
+    With settings beside it, that is another run: `--config RUN/recipe.json ...`.
+
     Returns:
         The recipe with its arm, the options, and the `FormerRun` that is repeated or None.
     """
+    given = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
+    own = {
+        f"--{name}" for name in ("from", "out", "resume", "overwrite", "allow-code", "allow-torch-checkpoints", "help")
+    }
+    if "--from" in given and given - own:
+        arguments = _with_config(arguments)
     if not any(argument == "--from" or argument.startswith("--from=") for argument in arguments):
         defaults = lambda recipe: {"out": f"runs/{recipe.name}", "arm": recipe.arm_text}  # noqa: E731
         recipe, chosen = parse_recipe(TrainOptions, arguments, command=command, defaults=defaults)
@@ -164,6 +172,18 @@ def _parse_run(arguments: list[str], command: str) -> tuple[Any, Any, Any]:
         for line in former.changes():
             print(f"warning: {line}", file=sys.stderr)
     return former.recipe, options, former
+
+
+def _with_config(arguments: list[str]) -> list[str]:
+    """Return the arguments with the file of the run's settings in the place of --from RUN."""
+    joined = list[str]()
+    for argument in arguments:
+        if joined[-1:] == ["--from"]:
+            joined[-1] = f"--from={argument}"
+        else:
+            joined.append(argument)
+    start = "--from="
+    return [f"--config={each[len(start) :]}/recipe.json" if each.startswith(start) else each for each in joined]
 
 
 def _run(recipe: Any, options: _ModelOptions) -> Any:

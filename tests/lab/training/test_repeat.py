@@ -116,6 +116,17 @@ def test_repeated_run_has_the_same_bits(trained, tmp_path, capsys):
         assert contents[0] == contents[1]
 
 
+def test_a_run_with_changes_is_another_run(trained, tmp_path, capsys):
+    command = ["train", "--from", trained / "run", "--seed", "3", "--out", tmp_path / "other"]
+    code, out, err = run(capsys, *command)
+    assert code == 0, err
+    assert "bits of" not in out
+    settings = [read(folder / "recipe.json")["recipe"] for folder in (trained / "run", tmp_path / "other")]
+    assert settings[1]["train"]["seed"] == 3
+    settings[1]["train"]["seed"] = settings[0]["train"]["seed"]
+    assert settings[0] == settings[1]
+
+
 def test_changes_are_named(trained, tmp_path, capsys):
     former = tmp_path / "former"
     shutil.copytree(trained / "run", former)
@@ -142,7 +153,8 @@ def test_changes_are_named(trained, tmp_path, capsys):
     [
         ("train --from {run} --out {run}", "is the run itself"),
         ("train llm-demo --from {run} --out {new}", "omit llm-demo"),
-        ("train --from {run} --out {new} --lr 1", "--lr"),
+        ("train --from {run} --out {new} --lrr 1", "unrecognized argument --lrr; did you mean --lr?"),
+        ("train --from {new} --out {new} --lr 1", "--config {new}/recipe.json: there is no such file"),
         ("train --from {run}", "--out"),
         ("train --from {run}/model --out {new}", "is no run folder"),
         ("train --from {run}/nothing --out {new}", "does not exist"),
