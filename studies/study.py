@@ -13,7 +13,7 @@ from nlr_lab.compare.report import estimate_text, p_text
 from nlr_lab.compare.run import Comparison, compare
 from nlr_lab.compare.statistics import holm, paired_mean
 from nlr_lab.fields.problem import FieldArm, FieldMethod
-from nlr_lab.fields.recipe import FieldRecipe
+from nlr_lab.fields.settings import FieldRecipe
 from nlr_lab.runtime.storage import read_json, write_text
 from nlr_lab.tasks.images.pretraining import ImagePretrainingTask
 from nlr_lab.training.arms import Arm

@@ -23,7 +23,7 @@ from pathlib import Path
 from nlr_lab.compare.report import estimate_text, p_text
 from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.problem import FieldArm
-from nlr_lab.fields.recipe import FitConfig
+from nlr_lab.fields.settings import FitConfig
 from nlr_lab.recipes import get_recipe
 from studies.study import (
     absolute,

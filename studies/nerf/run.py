@@ -23,8 +23,7 @@ from pathlib import Path
 from nlr_lab.compare.report import markdown_table
 from nlr_lab.fields.nerf import NerfSettings
 from nlr_lab.fields.problem import FieldArm
-from nlr_lab.fields.recipe import FitConfig
-from nlr_lab.fields.settings import RadianceConfig
+from nlr_lab.fields.settings import FitConfig, RadianceConfig
 from nlr_lab.recipes import get_recipe
 from studies.study import (
     absolute,

@@ -24,7 +24,7 @@ from pathlib import Path
 from nlr_lab.compare.report import markdown_table
 from nlr_lab.fields.occupancy import OccupancySettings
 from nlr_lab.fields.problem import FieldArm
-from nlr_lab.fields.recipe import FieldRecipe, FitConfig
+from nlr_lab.fields.settings import FieldRecipe, FitConfig
 from studies.study import (
     difference_cells,
     one_line_errors,

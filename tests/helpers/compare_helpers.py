@@ -14,7 +14,7 @@ from nlr_lab.compare.record import ArmRecord, build_results
 from nlr_lab.compare.trial import Choice, Measurement, Run
 from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.model import FieldConfig
-from nlr_lab.fields.recipe import FieldRecipe, FitConfig
+from nlr_lab.fields.settings import FieldRecipe, FitConfig
 from nlr_lab.tasks.task import LOSS, Task
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask

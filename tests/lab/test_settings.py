@@ -7,8 +7,7 @@ import pytest
 
 from nlr_lab.bench.settings import OpBenchConfig, TrainBenchConfig
 from nlr_lab.evaluation.generation import Sampling
-from nlr_lab.fields.recipe import FitConfig
-from nlr_lab.fields.settings import FieldConfig, NerfSettings, OccupancySettings, RadianceConfig
+from nlr_lab.fields.settings import FieldConfig, FitConfig, NerfSettings, OccupancySettings, RadianceConfig
 from nlr_lab.plan.estimate import PlanConfig
 from nlr_lab.plan.presets import HARDWARE
 from nlr_lab.tasks.finetune.classification import GlueData, ImageData

@@ -12,7 +12,7 @@ from torch import nn
 from nlr_lab.bench.timing import Clock, interleaved_step_times
 from nlr_lab.fields.fit import OF_PICTURES, RESULT, Stepper, build, fit, load_weights
 from nlr_lab.fields.problem import FieldArm, FieldMethod, Problem
-from nlr_lab.fields.recipe import FieldRecipe
+from nlr_lab.fields.settings import FieldRecipe
 from nlr_lab.runtime.environment import choose_device, cpu_threads, many_compiled, told_of_memory
 from nlr_lab.runtime.storage import read_manifest, write_json
 from nlr_lab.tasks.task import Measure

@@ -49,7 +49,7 @@ from nonlinear_lowrank.hub.storage import staged_folder
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
 
 from .problem import FieldMethod, Problem
-from .recipe import FitConfig
+from .settings import FitConfig
 
 SETTINGS, RESULT = "fit.json", "result.json"
 OF_PICTURES = ("frames", "frame_downscale", "picture_height", "azimuth", "elevation", "up", "mesh_resolution")

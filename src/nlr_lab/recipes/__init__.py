@@ -125,8 +125,8 @@ def check_name(name: str, command: str = "") -> None:
 
 
 def get_recipe(name: str) -> Any:
-    """Build a recipe by name: a `training.recipe.Recipe`, or of a field a `fields.recipe.FieldRecipe`; UserError names
-    the nearest where there is none."""
+    """Build a recipe by name: a `training.recipe.Recipe`, or of a field a `fields.settings.FieldRecipe`; UserError
+    names the nearest where there is none."""
     check_name(name)
     recipe = recipe_function(name)()
     # dataclasses.replace would read the arm, whose methods import torch.

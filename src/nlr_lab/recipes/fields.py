@@ -4,8 +4,14 @@ Each is compared dense, low-rank and sine low-rank at the same ranks, both Kaimi
 a rate-distortion curve of each kind comes out.
 """
 
-from nlr_lab.fields.recipe import FieldRecipe, FitConfig
-from nlr_lab.fields.settings import ImageSettings, NerfSettings, OccupancySettings, RadianceConfig
+from nlr_lab.fields.settings import (
+    FieldRecipe,
+    FitConfig,
+    ImageSettings,
+    NerfSettings,
+    OccupancySettings,
+    RadianceConfig,
+)
 
 
 def _arms(*ranks: int) -> tuple[str, ...]:

@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from nlr_lab.fields.fit import build, fit, load_weights
 from nlr_lab.fields.image import ImageProblem
 from nlr_lab.fields.problem import FieldMethod
-from nlr_lab.fields.recipe import FitConfig
-from nlr_lab.fields.settings import FieldConfig
+from nlr_lab.fields.settings import FieldConfig, FitConfig
 from nlr_lab.runtime import environment
 from nonlinear_lowrank.errors import DivergedError
 from refusals import assert_refused

@@ -11,8 +11,7 @@ from nlr_lab.fields.fit import Stepper, build
 from nlr_lab.fields.image import ImageProblem
 from nlr_lab.fields.model import Field, RadianceNet, encode, gaussian
 from nlr_lab.fields.problem import FieldArm, FieldMethod
-from nlr_lab.fields.recipe import FitConfig
-from nlr_lab.fields.settings import FieldConfig, RadianceConfig
+from nlr_lab.fields.settings import FieldConfig, FitConfig, RadianceConfig
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
 from refusals import assert_refused
 from seeds import rng

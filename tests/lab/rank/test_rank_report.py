@@ -18,8 +18,7 @@ from model_helpers import FAMILIES
 from nlr_lab.fields.fit import fit
 from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.problem import FieldMethod
-from nlr_lab.fields.recipe import FitConfig
-from nlr_lab.fields.settings import FieldConfig
+from nlr_lab.fields.settings import FieldConfig, FitConfig
 from nlr_lab.rank import measures
 from nlr_lab.rank.report import rank_report
 from nlr_lab.runtime.environment import OutOfTimeError
