@@ -27,7 +27,7 @@ Score = Callable[[np.ndarray, np.ndarray], dict[str, float]]
 """(logits (N, C), labels (N,)) -> scores by name."""
 
 _NAMING = ("source", "valid_source", "tokenizer", "checkpoint", "init_from")  # ends of the settings that may name files
-_OURS = ("digits", "digits-vit", "minilm", "smollm2", "bpe", "wordpiece", "patches")
+_OURS = ("digits", "digits-vit", "minilm", "smollm2", "bpe", "wordpiece", "none", "patches")
 _MOST_BYTES = 64 << 30  # of a source that is hashed; reading more would delay the first step by minutes
 
 

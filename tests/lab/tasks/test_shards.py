@@ -150,6 +150,20 @@ def test_shards_are_one_axis(tmp_path, tokenizers, spelling):
         np.testing.assert_array_equal(found, whole[: len(found)])
 
 
+def test_ids_without_a_tokenizer_need_the_size_of_their_vocabulary(tmp_path):
+    documents = make_documents()
+    for path in (write_nanogpt(tmp_path / "a.bin", documents), write_megatron(tmp_path / "b.bin", documents)):
+        packed = prepare_source(config(path, "none", vocab_size=200), progress=False)
+        assert packed.tokenizer is None
+        assert packed.vocab_size == 200
+        assert packed.valid_bytes_per_token is None
+        np.testing.assert_array_equal(ids_of(packed.train), np.concatenate(documents)[: len(packed.train) * LENGTH])
+        bigger = prepare_source(config(path, "none", vocab_size=256), progress=False)
+        assert bigger.fingerprint != packed.fingerprint
+        few = config(path, "none", vocab_size=150)
+        assert_refused("vocabulary has 150; .* --vocab-size", lambda few=few: prepare_source(few, progress=False))
+
+
 def test_fingerprint_is_of_the_content_and_bytes_are_of_the_text(tmp_path, tokenizers):
     documents = make_documents(vocabulary=250)
     path = write_nanogpt(tmp_path / "a.bin", documents)

@@ -69,14 +69,18 @@ def test_killed_run_on_token_files_has_the_same_bits(tmp_path, kind):
         assert f"| drawn from b.bin | {data['drawn'][1]['sequences']} sequences, " in card
 
 
-def test_commands_take_token_files(tmp_path, capsys):
+@pytest.mark.parametrize("tokenizer", ["words", "none"])
+def test_commands_take_token_files(tmp_path, capsys, tokenizer):
     folder = write_shards(tmp_path, ("a.bin", "b.bin"))
     sizes = [*("--layers", 1, "--width", 16, "--heads", 2, "--hidden", 16, "--steps", 4, "--warmup-steps", 1)]
     sizes += ["--batch-size", 4, "--sequence-length", LENGTH, "--eval-sequences", 4, "--arm", "noble:rank=2"]
-    source = ["--source", folder / "*.bin", "--tokenizer", tmp_path / "words"]
+    named = [tmp_path / "words"] if tokenizer == "words" else ["none", "--vocab-size", VOCABULARY]
+    source = ["--source", folder / "*.bin", "--tokenizer", *named]
     out = tmp_path / "out"
     assert "next: nlr evaluate" in succeed(capsys, "train", "llm-demo", *source, *sizes, "--out", out)
     assert "loss" in succeed(capsys, "evaluate", out)
+    if tokenizer == "none":
+        assert "tokenizer" in refused(capsys, "generate", out, "--prompt", "w5")
     np.full(64, VOCABULARY, "<u2").tofile(folder / "b.bin")
     error = refused(capsys, "train", "llm-demo", *source, *sizes, "--out", tmp_path / "new")
     assert f"b.bin has the id {VOCABULARY} and the tokenizer's vocabulary has {VOCABULARY}" in error

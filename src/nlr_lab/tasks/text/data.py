@@ -30,6 +30,7 @@ from nonlinear_lowrank.validation import check_integer, one_line
 END_OF_TEXT = "<|endoftext|>"
 LEARNED = ("bpe", "wordpiece")
 """Tokenizers that are trained on the text itself."""
+NO_TOKENIZER = "none"
 
 Document = str | np.ndarray
 """Text, or token ids (T,)."""
@@ -200,9 +201,9 @@ class TextData(Corpus):
     """Part of the documents held out when there is no valid_source; at least one is."""
     tokenizer: str = "bpe"
     """"bpe" (a byte-level BPE trained on the training documents), "wordpiece" (of BERT's kind, likewise), a folder
-    with GPT-2's files or BERT's vocab.txt, a tokenizer.json, or a hub name."""
+    with GPT-2's files or BERT's vocab.txt, a tokenizer.json, or a hub name. Token files can do with "none"."""
     vocab_size: int = 2048
-    """Entries of the vocabulary that "bpe" and "wordpiece" learn."""
+    """Entries of the vocabulary that "bpe" and "wordpiece" learn, or that ids without a tokenizer have."""
     sequence_length: int = 256
     """Tokens a sequence, T; the model predicts T - 1 of them."""
     eval_sequences: int = 256
@@ -222,6 +223,8 @@ class TextData(Corpus):
                 raise UserError(f"{name} is empty; give a file, a folder or a name, or omit it")
         if self.tokenizer in LEARNED:
             check_integer("vocab_size", self.vocab_size, minimum=257)  # every byte, and the end of text
+        if self.tokenizer == NO_TOKENIZER:
+            check_integer("vocab_size", self.vocab_size, minimum=2)
 
 
 def load_rows(name: str, config: str | None = None, *, split: str, **options: Any) -> Any:

@@ -169,7 +169,7 @@ class TextTask(Task):
             from .start import load_start
 
             return load_start(self.init_from, prepared, self.text.sequence_length, dense_init)
-        tokens = {name: getattr(prepared.tokenizer, name) for name in self.backbone.tokens}
+        tokens = {name: getattr(prepared.tokenizer, name, None) for name in self.backbone.tokens}
         config = self._config(prepared.vocab_size, **tokens)
         return build_drawn(self.backbone.model_class, config, self.backbone, dense_init, seed)
 
@@ -250,7 +250,7 @@ class MaskedLanguageModelTask(TextTask):
 
         text = super().prepare(progress)
         tokenizer = text.tokenizer
-        if tokenizer.mask_token_id is None:
+        if getattr(tokenizer, "mask_token_id", None) is None:
             raise UserError(f"the tokenizer {self.text.tokenizer!r} has no mask token; choose {_CHOICES}")
         options: Any = {"mask": tokenizer.mask_token_id, "special": tokenizer.all_special_ids}
         train, valid = (

@@ -15,7 +15,7 @@ import math
 import struct
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ def check_ids(holder: Path | str, lowest: int, highest: int, vocab_size: int) ->
         wrong = lowest if lowest < 0 else highest
         raise UserError(
             f"{holder} has the id {wrong:,} and the tokenizer's vocabulary has {vocab_size:,}; name the tokenizer that "
-            "made it"
+            "made it (with --tokenizer none: --vocab-size)"
         )
 
 
@@ -173,8 +173,8 @@ def token_files(source: str) -> list[Path] | None:
     raise UserError(f"{path} holds text and .bin files; name the latter by a pattern: '{path}/*.bin'")
 
 
-def open_shard(path: Path, vocab_size: int, end: int) -> Shard:
-    """Return a file's ids, of whichever format it is.
+def open_shard(path: Path, vocab_size: int, end: int | None) -> Shard:
+    """Return a file's ids, of whichever format it is; with an end-of-text id each document of Megatron's ends in it.
 
     Raises:
         UserError: the file is empty, cut off, of another kind, or does not fit its .idx.
@@ -218,7 +218,7 @@ def _llm_c(path: Path, header: np.ndarray, size: int) -> Shard:
     return Shard(path=path, dtype=dtype, offset=_HEADER, stored=count)
 
 
-def _megatron(path: Path, index: Path, end: int) -> Shard:
+def _megatron(path: Path, index: Path, end: int | None) -> Shard:
     hint = "make both anew with Megatron's preprocess_data.py"
     with index.open("rb") as file:
         head = file.read(_INDEX.size)
@@ -243,7 +243,8 @@ def _megatron(path: Path, index: Path, end: int) -> Shard:
         raise UserError(f"{index} does not fit {path.name} ({path.stat().st_size:,} bytes); {hint}")
     closes = np.unique(ends[firsts[1:]])
     closes = closes[closes > 0]
-    shard = Shard(path=path, dtype=dtype, stored=int(ends[-1]), documents=len(closes), end=end)
+    shard = Shard(path=path, dtype=dtype, stored=int(ends[-1]), documents=len(closes))
+    if end is None:
+        return shard
     # Megatron ends documents only when told to (--append-eod).
-    object.__setattr__(shard, "marks", closes[shard.ids[closes - 1] != end])
-    return shard
+    return replace(shard, marks=closes[shard.ids[closes - 1] != end], end=end)

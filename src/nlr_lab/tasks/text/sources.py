@@ -16,7 +16,7 @@ from nlr_lab.tasks.task import Prepared, cache_folder, cached, fingerprint
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import staged_folder
 
-from .data import LEARNED, TextData
+from .data import LEARNED, NO_TOKENIZER, TextData
 from .packed import Blocks, TokenBlocks, prepare_text
 from .shards import Shard, TokenFiles, check_ids, mixture_of, open_shard, token_files
 from .tokenizers import boundary_id, byte_lengths, load_tokenizer, tokenizer_hash, vocabulary_size
@@ -49,14 +49,16 @@ def prepare_tokens(config: TextData) -> Prepared:
     _check_given(config, config.source)
     if config.max_bytes is not None:
         raise UserError(f"max_bytes counts text, and {config.source} holds tokens; add --task.text.max-bytes None")
-    tokenizer = load_tokenizer(config.tokenizer)
-    train, hashes = _open(config, config.source, tokenizer)
+    tokenizer = None if config.tokenizer == NO_TOKENIZER else load_tokenizer(config.tokenizer)
+    size = config.vocab_size if tokenizer is None else vocabulary_size(tokenizer)
+    end = None if tokenizer is None else boundary_id(tokenizer)
+    train, hashes = _open(config, config.source, size, end)
     start, stop, length = 0, len(train), config.sequence_length
     if config.valid_source is None:
-        valid, start = train, _cut(config, train, boundary_id(tokenizer))
+        valid, start = train, _cut(config, train, end)
         stop = start
     else:
-        valid, others = _open(config, config.valid_source, tokenizer)
+        valid, others = _open(config, config.valid_source, size, end)
         if both := [name for name, held in others.items() if held in hashes.values()]:
             raise UserError(f"{both[0]} is in source and in valid_source; hold out other tokens")
         hashes |= others
@@ -66,17 +68,18 @@ def prepare_tokens(config: TextData) -> Prepared:
         if len(each) < 1:
             fault = f"the {side} part of {config.source} has {count:,} tokens, fewer than one sequence of {length}"
             raise UserError(f"{fault}; give more tokens or lower sequence_length")
-    shape: dict[str, Any] = {"vocab_size": vocabulary_size(tokenizer)}
-    if (sizes := byte_lengths(tokenizer)) is not None:
+    shape: dict[str, Any] = {"vocab_size": size}
+    if tokenizer is not None and (sizes := byte_lengths(tokenizer)) is not None:
         total = sum(int(sizes[held_out.block(row)[1:]].sum()) for row in range(len(held_out)))
         shape["valid_bytes_per_token"] = total / (len(held_out) * (length - 1))
-    made_of = [sorted(hashes.values()), tokenizer_hash(tokenizer), stop, length, len(held_out)]
+    made_by = f"none, {size}" if tokenizer is None else tokenizer_hash(tokenizer)
+    made_of = [sorted(hashes.values()), made_by, stop, length, len(held_out)]
     facts = {
         "source": config.source,
         "valid_source": config.valid_source,
         "train": _described(train) | {"tokens": stop},
         "valid": {"tokens": len(valid) - start},
-        "tokenizer_sha256": tokenizer_hash(tokenizer),
+        "tokenizer_sha256": made_by,
         "sequence_length": length,
         "train_sequences": len(blocks),
         "evaluated_sequences": len(held_out),
@@ -89,7 +92,9 @@ def prepare_tokens(config: TextData) -> Prepared:
 
 def _check_given(config: TextData, what: str) -> None:
     if config.tokenizer in LEARNED:
-        raise UserError(f"{what} needs the tokenizer that made its tokens: give --tokenizer, such as gpt2 or a folder")
+        raise UserError(
+            f"{what} needs the tokenizer that made its tokens: give --tokenizer, such as gpt2 or a folder, or none"
+        )
 
 
 def _described(files: TokenFiles) -> dict[str, Any]:
@@ -98,13 +103,11 @@ def _described(files: TokenFiles) -> dict[str, Any]:
     return {"files": len(files.shards), **known, "ends_of_text_added": sum(len(each.marks) for each in files.shards)}
 
 
-def _open(config: TextData, source: str, tokenizer: Any) -> tuple[TokenFiles, dict[str, str]]:
+def _open(config: TextData, source: str, vocab_size: int, end: int | None) -> tuple[TokenFiles, dict[str, str]]:
     """Return the files of a source, with a hash for each, after a look at their ids."""
     paths = token_files(source)
     if paths is None:
         raise UserError(f"{source} holds no .bin files, and {config.source} does; give token files for both")
-    vocab_size, end = vocabulary_size(tokenizer), boundary_id(tokenizer)
-    assert end is not None  # load_tokenizer has seen to it
     shards = [open_shard(path, vocab_size, end) for path in paths]
     whole = sum(each.stored * each.dtype.itemsize for each in shards) <= _MOST_SCANNED
     hashes: dict[str, str] = {}

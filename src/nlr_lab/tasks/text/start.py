@@ -38,7 +38,7 @@ def load_start(path: str, prepared: Any, sequence_length: int, dense_init: str |
     hint = f"give the model's own: --task.text.tokenizer {folder}"
     if prepared.vocab_size > rows:
         raise UserError(f"the text has {prepared.vocab_size} tokens and {path} has {rows}; {hint}")
-    if (folder / "tokenizer.json").is_file():
+    if prepared.tokenizer is not None and (folder / "tokenizer.json").is_file():
         from transformers import AutoTokenizer
 
         if AutoTokenizer.from_pretrained(folder).get_vocab() != prepared.tokenizer.get_vocab():
