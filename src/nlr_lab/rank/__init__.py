@@ -1,1 +1,1 @@
-"""Stable and effective ranks of weights, and the theory's bounds on them."""
+"""Stable and effective ranks of weights."""

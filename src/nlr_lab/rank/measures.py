@@ -1,4 +1,4 @@
-"""Ranks of a matrix (docs/theory.md), what low-rank products gain by a sine, and the paper's bounds on that.
+"""Ranks of a matrix (docs/theory.md), and what low-rank products gain by a sine.
 
 Source: sine_lowrank.txt, section 3.2, equation (24), Figures 2 and 3.
 """
@@ -6,13 +6,11 @@ Source: sine_lowrank.txt, section 3.2, equation (24), Figures 2 and 3.
 import math
 import statistics
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import check_number
 
 ACTIVATIONS = {"sine": torch.sin, "sigmoid": torch.sigmoid, "relu": torch.relu, "tanh": torch.tanh}
 """phi of Figure 3; tanh is here as a sigmoid without its constant."""
@@ -201,47 +199,3 @@ def stable_rank(matrix: Tensor) -> float:
             basis = torch.linalg.qr(tall.T @ (tall @ basis))[0]
         norm = float(torch.linalg.svdvals(tall @ basis)[0])
     return (float(torch.linalg.vector_norm(matrix)) / norm) ** 2 if norm else math.nan
-
-
-class SineBounds(NamedTuple):
-    """Both sides of the paper's inequalities for A (m, n) and one omega, as printed and as they hold (docs/theory.md).
-
-    |A| and sqrt are entry by entry. Source: sine_lowrank.txt, section 3.2.2 and appendix A.1.
-    """
-
-    a_min: float  # the smallest non-zero |entry|
-    largest_omega: float  # pi / (3 A_min), up to which all is stated
-    frobenius_squared: float  # ||sin(omega A)||_F^2, which Lemma 1 bounds from below
-    lemma_1: float  # omega^2 A_min^2 / 4
-    lemma_1_printed: float  # omega^2 A_min
-    operator_squared: float  # ||sin(omega A)||_op^2, which Lemma 2 bounds from above
-    lemma_2: float  # omega ||sqrt|A|||_op^2
-    stable_rank: float  # of sin(omega A); NaN where that is zero
-    proposition_1: float  # (omega / 4) (A_min / ||sqrt|A|||_op)^2
-    proposition_1_printed: float  # the same without the 1/4
-    equation_29: float  # omega A_min / ||sqrt|A|||_op, of which (30) claims that it reaches k
-
-
-def sine_bounds(matrix: Tensor, omega: float) -> SineBounds:
-    """Evaluate the bounds in float64; above `largest_omega` the lower ones need not hold."""
-    if matrix.ndim != 2 or not matrix.isfinite().all() or not (matrix != 0).any():
-        raise UserError("the bounds need a matrix that is finite and not zero")
-    check_number("omega", omega, above=0)
-    size = matrix.double().abs()
-    a_min = float(size[size > 0].min())
-    root = float(torch.linalg.matrix_norm(size.sqrt(), 2))
-    sine = torch.sin(omega * matrix.double())
-    frobenius, operator = float(sine.square().sum()), float(torch.linalg.matrix_norm(sine, 2)) ** 2
-    return SineBounds(
-        a_min=a_min,
-        largest_omega=math.pi / (3 * a_min),
-        frobenius_squared=frobenius,
-        lemma_1=(omega * a_min) ** 2 / 4,
-        lemma_1_printed=omega**2 * a_min,
-        operator_squared=operator,
-        lemma_2=omega * root**2,
-        stable_rank=frobenius / operator if operator else math.nan,
-        proposition_1=omega / 4 * (a_min / root) ** 2,
-        proposition_1_printed=omega * (a_min / root) ** 2,
-        equation_29=omega * a_min / root,
-    )
