@@ -32,6 +32,8 @@ from .arms import is_adapted
 from .recipe import TrainConfig
 from .result import curve_of, rises
 
+_SHUFFLED = 1 << 24  # sequences that are shuffled at once
+_RUN = 1 << 12
 _WINDOW = 50  # batches that are sorted by length at once: transformers' own choice
 
 
@@ -69,9 +71,21 @@ class EndlessShuffle(Sampler[int]):
 
     def _shuffles(self) -> Iterator[int]:
         for number in itertools.count():
-            order = torch.randperm(self.size, generator=self._generator(number))
-            for part in order.split(65536):  # of a large text, not a list of all at once
-                yield from (part + number * self.size if self.passes else part).tolist()
+            for order in self._orders(self._generator(number)):
+                for part in order.split(65536):  # of a large text, not a list of all at once
+                    yield from (part + number * self.size if self.passes else part).tolist()
+
+    def _orders(self, generator: torch.Generator) -> Iterator[torch.Tensor]:
+        """Yield one shuffle of all; of more than _SHUFFLED, runs of neighbours are shuffled, and then what so many of
+        them hold, so that memory is bounded."""
+        if self.size <= _SHUFFLED:
+            yield torch.randperm(self.size, generator=generator)
+            return
+        runs = torch.randperm(math.ceil(self.size / _RUN), generator=generator)
+        for some in runs.split(_SHUFFLED // _RUN):
+            places = (some[:, None] * _RUN + torch.arange(_RUN)).flatten()
+            places = places[places < self.size]
+            yield places[torch.randperm(len(places), generator=generator)]
 
     def _generator(self, what: int | str) -> torch.Generator:
         # Of a seed, torch's CPU generator takes 32 bits: the two are hashed into those.

@@ -1,6 +1,7 @@
 """run_training from end to end: what is written, what is refused, what is the same in all arms."""
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import training_helpers
-from nlr_lab.training import Arm, Recipe, TrainResult, run, run_training
+from nlr_lab.training import Arm, Recipe, TrainResult, run, run_training, trainer
 from nlr_lab.training.trainer import EndlessShuffle
 from nonlinear_lowrank.hub import load_model, load_tokenizer
 from nonlinear_lowrank.optim import param_groups
@@ -176,6 +177,19 @@ def test_shuffle_covers_the_text_before_it_repeats():
     passes = list(EndlessShuffle(10, 34, seed=5, passes=True))
     assert sorted(passes[:20]) == list(range(20))
     assert [index % 10 for index in passes] == order
+
+
+def test_shuffle_of_very_many_is_bounded_and_covers_them_all(monkeypatch):
+    monkeypatch.setattr(trainer, "_SHUFFLED", 64)
+    monkeypatch.setattr(trainer, "_RUN", 4)
+    order = list(EndlessShuffle(1001, 2002, seed=5))
+    for start in (0, 1001):
+        assert sorted(order[start : start + 1001]) == list(range(1001))
+    assert order[:1001] != order[1001:]
+    assert order == list(EndlessShuffle(1001, 2002, seed=5))
+    near = [one for one, two in itertools.pairwise(order) if abs(one - two) == 1]
+    assert len(near) < 150, "neighbours are apart: 48 would be together by chance"
+    assert len({index // 100 for index in order[:64]}) >= 5, "a window is from all over"
 
 
 def test_batches_of_similar_lengths_hold_every_example_once_a_pass():
