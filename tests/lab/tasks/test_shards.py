@@ -3,6 +3,7 @@
 import json
 import pickle
 import struct
+from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nlr_lab.tasks.text import sources
 from nlr_lab.tasks.text.data import TextData
+from nlr_lab.tasks.text.language_model import EncoderBackbone, MaskedLanguageModelTask
 from nlr_lab.tasks.text.sources import prepare_source
 from nlr_lab.tasks.text.tokenizers import train_tokenizer
 from refusals import assert_refused
@@ -359,6 +361,40 @@ def test_mixture_has_its_shares_in_every_pass_and_sees_all_of_each(tmp_path, tok
     assert [each["weight"] for each in packed.facts["sources"]] == [0.7, 0.3]
     held_out = [int(packed.valid[index]["input_ids"][0]) > 100 for index in range(len(packed.valid))]
     assert sum(held_out) == packed.facts["sources"][1]["evaluated_sequences"]
+
+
+def test_mixture_with_held_out_tokens_of_its_own(tmp_path, tokenizers):
+    documents, text = make_documents(), tmp_path / "a.txt"
+    valid = write_nanogpt(tmp_path / "valid.bin", documents)
+    settings = {"valid_source": str(valid), "eval_sequences": 6}
+    packed = prepare_source(make_mixture(tmp_path, tokenizers, **settings), progress=False)
+    np.testing.assert_array_equal(ids_of(packed.valid), np.concatenate(documents)[: 6 * LENGTH])
+    assert sum(map(len, packed.train.parts)) == 430, "nothing is held out of the sources"
+    other = prepare_source(make_mixture(tmp_path, tokenizers, weights=(6, 4), **settings), progress=False)
+    assert other.fingerprint != packed.fingerprint
+    lines = [f"w{number} w{number + 1}\n<|endoftext|>\n" * 30 for number in range(2, 60)]
+    for name, part in (("a", lines), ("b", lines[:20]), ("c", lines[10:30])):
+        text.with_stem(name).write_text("".join(part), encoding="utf-8")
+    both = f"{text}:1,{text.with_stem('b')}:1"
+    shared = config(both, tokenizers / "200", valid_source=str(text.with_stem("c")))
+    assert_refused("documents of .*c.txt are also in", prepare_source, shared, progress=False)
+
+
+def test_masks_of_a_mixture_follow_its_passes(tmp_path, tokenizers):
+    words = PreTrainedTokenizerFast.from_pretrained(tokenizers / "200")
+    words.mask_token = "w199"
+    words.save_pretrained(tmp_path / "masked")
+    text = replace(make_mixture(tmp_path, tokenizers, eval_sequences=4), tokenizer=str(tmp_path / "masked"))
+    backbone = EncoderBackbone(layers=1, width=16, heads=2, hidden=16)
+    train = MaskedLanguageModelTask(text=text, backbone=backbone).prepare(progress=False).train.seeded(3)
+    mixed = prepare_source(text, progress=False).train.seeded(3)
+    for index in (5, len(mixed) - 1, len(mixed) + 5, 7 * len(mixed) + 2):
+        item, plain = train[index], mixed[index]["input_ids"]
+        seen = torch.where(item["labels"] == -100, item["input_ids"], item["labels"])
+        assert torch.equal(seen, plain)
+        assert (item["labels"] != -100).any()
+    assert train.drawn(range(20)) == mixed.drawn(range(20))
+    assert sum(each["sequences"] for each in mixed.drawn(range(20))) == 20
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,8 @@ def token_files(source: str) -> list[Path] | None:
         UserError: there is no such file, a folder holds text too or files of both train and val, or an .idx is missing.
     """
     path = Path(source).expanduser()
+    if source == "stdlib":
+        return None
     if path.suffix == ".idx":
         path = path.with_suffix(".bin")
     beside = [path.with_name(f"{path.name}{suffix}") for suffix in (".bin", ".idx")]
