@@ -138,7 +138,7 @@ def _score_held_out(recipe: Any, folder: Path, options: EvaluateOptions) -> dict
 
 def _score_own_text(recipe: Any, folder: Path, options: EvaluateOptions) -> dict[str, Any]:
     """Score the evaluation sequences that the checkpoint's training measured itself on: tokens already."""
-    from nlr_lab.evaluation import score_sequences
+    from nlr_lab.evaluation.losses import score_sequences
 
     model = open_language_model(folder, options.device, options.base)
     prepared = recipe.task.prepare()
@@ -165,8 +165,7 @@ def _score_text_and_tasks(folder: Path, options: EvaluateOptions) -> dict[str, A
         print(f"{options.text}: {score}")
         results["text"] = {"source": options.text, **score.to_json()}
     if options.tasks:
-        from nlr_lab.evaluation import score_answers, score_tasks
-        from nlr_lab.evaluation.harness import task_table
+        from nlr_lab.evaluation.harness import score_answers, score_tasks, task_table
         from nlr_lab.evaluation.local_tasks import COMMONSENSE_NAMES
 
         limits: dict[str, Any] = {"limit": options.limit, "batch_size": options.batch_size}
@@ -188,8 +187,7 @@ def _score_text_and_tasks(folder: Path, options: EvaluateOptions) -> dict[str, A
 
 def _find_tasks(options: EvaluateOptions) -> tuple[Any, list[str]]:
     """Return local tasks, with their rows read and checked, and the names that are lm-eval's own."""
-    from nlr_lab.evaluation import LocalTasks, find_local_tasks
-    from nlr_lab.evaluation.local_tasks import COMMONSENSE_NAMES, is_local
+    from nlr_lab.evaluation.local_tasks import COMMONSENSE_NAMES, LocalTasks, find_local_tasks, is_local
 
     own = [name for name in options.tasks if is_local(name)]
     named = [name for name in options.tasks if name not in own]
@@ -210,7 +208,7 @@ def _show_progress(done: int, total: int) -> None:
 
 
 def _score_text(model: Any, tokenizer: Any, options: EvaluateOptions) -> Any:
-    from nlr_lab.evaluation import score_documents
+    from nlr_lab.evaluation.losses import score_documents
     from nlr_lab.tasks.text.data import Corpus
 
     longest = getattr(model.config, "max_position_embeddings", None) or 1024

@@ -13,7 +13,10 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 from cli_helpers import refused, run, succeed
-from nlr_lab.evaluation import find_local_tasks, losses, score_documents, score_tasks
+from nlr_lab.evaluation import losses
+from nlr_lab.evaluation.harness import score_tasks
+from nlr_lab.evaluation.local_tasks import find_local_tasks
+from nlr_lab.evaluation.losses import score_documents
 from nonlinear_lowrank import NobleConfig, augment
 from task_helpers import byte_tokenizer, commonsense_rows, mmlu_rows, tiny_model, write_lines
 

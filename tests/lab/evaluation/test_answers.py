@@ -5,9 +5,8 @@ import re
 import pytest
 import torch
 
-from nlr_lab.evaluation import find_local_tasks, score_answers
-from nlr_lab.evaluation.harness import MAX_NEW_TOKENS, PROMPTS, find_answer
-from nlr_lab.evaluation.local_tasks import answers_of
+from nlr_lab.evaluation.harness import MAX_NEW_TOKENS, PROMPTS, find_answer, score_answers
+from nlr_lab.evaluation.local_tasks import answers_of, find_local_tasks
 from nlr_lab.tasks.finetune.instructions import read_examples
 from refusals import assert_refused
 from task_helpers import answer_tokenizer, commonsense_rows, tiny_model, write_lines

@@ -8,8 +8,9 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast, TextStreamer
 
-from nlr_lab.evaluation import TextScore, score_documents, score_sequences, score_tasks
 from nlr_lab.evaluation.generation import Sampling, generate_text
+from nlr_lab.evaluation.harness import score_tasks
+from nlr_lab.evaluation.losses import TextScore, score_documents, score_sequences
 from nonlinear_lowrank import NobleConfig, augment
 from refusals import assert_refused
 from task_helpers import tiny_model

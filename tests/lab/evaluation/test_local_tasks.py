@@ -15,9 +15,8 @@ import torch
 import yaml
 from jinja2 import Environment
 
-from nlr_lab.evaluation import find_local_tasks, score_tasks
-from nlr_lab.evaluation.harness import task_table
-from nlr_lab.evaluation.local_tasks import CATEGORIES, MMLU_TASK, SUBJECTS, TESTS, is_local
+from nlr_lab.evaluation.harness import score_tasks, task_table
+from nlr_lab.evaluation.local_tasks import CATEGORIES, MMLU_TASK, SUBJECTS, TESTS, find_local_tasks, is_local
 from refusals import assert_refused
 from task_helpers import byte_tokenizer, commonsense_rows, likelihoods, mmlu_rows, tiny_model, write_lines
 
