@@ -91,7 +91,8 @@ def bowl(best):
 
 def compare_stub(recipe, out, *, train, measure_with=fake_measure, draw=False, **options):
     """`compare` with everything but the bookkeeping replaced; pictures only on demand."""
-    trials = ModelTrials(recipe, train=train, measure_with=measure_with)
+    trials = ModelTrials(recipe)
+    trials.train, trials.measure_with = train, measure_with
     if not draw:
         trials.draw = lambda *_: None
     options = {"seeds": 3, "tune_lr": (), "quiet": True, "command": "nlr compare stub"} | options

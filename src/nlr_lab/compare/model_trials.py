@@ -148,7 +148,7 @@ def _build(recipe: Recipe, arm: Arm, prepared: Any) -> nn.Module:
 
 
 class ModelTrials(Trials):
-    """Training runs of one recipe: `train` has `run_training`'s signature, `measure_with` has `measure_arms`'."""
+    """Training runs of one recipe."""
 
     arm = Arm
     example = "baseline noble:rank=64"
@@ -164,15 +164,9 @@ class ModelTrials(Trials):
         }
     )
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        *,
-        train: Callable[..., Any] = run_training,
-        measure_with: Callable[..., Measurement] = measure_arms,
-    ) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
-        self.train, self.measure_with, self.measure = train, measure_with, recipe.task.measure
+        self.train, self.measure_with, self.measure = run_training, measure_arms, recipe.task.measure
         self.prepared: Any = None
         self.quiet = True
 
@@ -214,7 +208,7 @@ class ModelTrials(Trials):
 
     def count_and_time(self, arms: Sequence[Arm], rounds: int, limit: TimeLimit) -> Measurement:
         begun, timed = limit.passed, rounds if limit.seconds is None else max(rounds, PACE_ROUNDS)
-        known = {"rounds": timed, "max_seconds": limit.timing, "quiet": self.quiet}
+        known: dict[str, Any] = {"rounds": timed, "max_seconds": limit.timing, "quiet": self.quiet}
         found = self.measure_with(self.recipe, arms, self.prepared, **known)
         notes = [_match_note(self.recipe, arm, found) for arm in arms if "match" in _own(arm)] + found.notes
         if not self.measure.is_loss and self.prepared.test is None:

@@ -33,7 +33,8 @@ def recipe(tmp_path_factory):
 
 def go(recipe, out, run=run_training, **options):
     settings = {"arms": ARMS, "seeds": 2, "tune_lr": (1e-3, 1e-2), "max_extensions": 1, "timing_rounds": 0}
-    trials = ModelTrials(recipe, train=run)
+    trials = ModelTrials(recipe)
+    trials.train = run
     return compare(recipe, out, **settings, quiet=True, command="x", trials=trials, **options).results
 
 
