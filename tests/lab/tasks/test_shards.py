@@ -237,7 +237,10 @@ BAD = {
     "index cut": (lambda t: _with_index(t / "a.bin", lambda d: d[:-8]), "is cut off"),
     "index other": (lambda t: _with_index(t / "a.bin", lambda d: d[:34] + b"\7\0\0\0" + d[38:]), "does not fit a.bin"),
     "train and val": (lambda t: _both(t, "train.bin", "val.bin"), r"files of train and of val; .*\*train\*.bin"),
-    "text too": (lambda t: _both(t, "a.bin", "a.txt"), r"holds text and .bin files; name the latter"),
+    "text too": (
+        lambda t: _raw(_both(t, "a.bin") / "a.txt", b"how").parent,
+        "holds text and .bin files; name the latter",
+    ),
     "short": (lambda t: _raw(t / "a.bin", bytes([5, 0] * 20)), "fewer than one sequence of 16; give more tokens"),
 }
 FIELDS = {
@@ -328,6 +331,15 @@ def test_wrong_columns_are_one_clear_line(tmp_path, tokenizers, row, fields, wor
     path.write_text("".join(json.dumps({"input_ids": [i, *row]}) + "\n" for i in range(1, 41)))
     settings = {"tokenizer": tokenizers / "200", **fields}
     assert_refused(words, lambda: prepare_source(config(path, **settings), progress=False))
+
+
+def test_a_folder_of_text_with_another_file_in_it_is_text(tmp_path, tokenizers):
+    (tmp_path / "data").mkdir()
+    for number in range(20):
+        (tmp_path / "data" / f"{number}.txt").write_text(f"w{number + 7} w5 w6 " * 40)
+    (tmp_path / "data" / "asset.bin").write_bytes(b"\0\1\2")
+    packed = prepare_source(config(tmp_path / "data", tokenizers / "200"), progress=False)
+    assert packed.facts["train"]["documents"] + packed.facts["valid"]["documents"] == 20
 
 
 def make_mixture(folder, tokenizers, sizes=(400, 30), weights=(7, 3), **fields):

@@ -142,7 +142,7 @@ def mixture_of(source: str) -> tuple[tuple[str, float], ...]:
 def token_files(source: str) -> list[Path] | None:
     """Return the .bin files that a source names, sorted; None where it names no token files.
 
-    It is a file, a pattern that ends in .bin, a folder, or Megatron's prefix of a .bin and an .idx.
+    It is a file, a pattern that ends in .bin, a folder without more text, or Megatron's prefix of a .bin and an .idx.
 
     Raises:
         UserError: there is no such file, a folder holds text too or files of both train and val, or an .idx is missing.
@@ -169,10 +169,13 @@ def token_files(source: str) -> list[Path] | None:
     if any("train" in name for name in names) and any(name & {"val", "valid", "validation"} for name in names):
         raise UserError(f"{path} holds files of train and of val; name each by a pattern: '{path}/*train*.bin'")
     try:
-        Corpus(source=source).files()
+        texts = Corpus(source=source).files()
     except UserError:
         return found
-    raise UserError(f"{path} holds text and .bin files; name the latter by a pattern: '{path}/*.bin'")
+    if sum(each.stat().st_size for each in found) < sum(each.stat().st_size for each in texts):
+        return None  # a folder of text with something else in it
+    what = f"{path} holds text and .bin files"
+    raise UserError(f"{what}; name the latter by a pattern, '{path}/*.bin', or move them away to train on the text")
 
 
 def open_shard(path: Path, vocab_size: int, end: int | None) -> Shard:
