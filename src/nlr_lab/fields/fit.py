@@ -10,7 +10,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ SETTINGS, RESULT = "fit.json", "result.json"
 OF_PICTURES = ("frames", "frame_downscale", "picture_height", "azimuth", "elevation", "up", "mesh_resolution")
 """Settings of a problem that change its pictures and meshes and no number."""
 
+# SETTINGS last: while it is there, the folder can still be resumed or overwritten.
+_OURS = (RESULT, "model", "pictures", "checkpoints", SETTINGS)
 # Settings that a resumed fit may have otherwise: they change no number, or only by rounding; where the data lie.
 _FREE = {
     *("train.save_every", "train.keep_checkpoints", "train.threads", "train.device", "problem.name", "problem.source"),
@@ -142,11 +144,14 @@ def fit(
             return result
     with (
         disk_errors(str(path)),
-        _opened(path, settings, overwrite=overwrite),
+        opened(path, *_OURS, overwrite=overwrite),
         cpu_threads(config.threads),
         many_compiled(config.compile),
         told_of_memory("the fit"),
     ):
+        remove_temporaries(path / "checkpoints")
+        if not (path / SETTINGS).is_file():
+            write_json(path / SETTINGS, {"settings": settings, **provenance()})
         if former is None:
             result = _Run(problem, model.to(device), config, path).train(stop, quiet=quiet)
         if pictures:
@@ -346,17 +351,6 @@ def _changes(path: Path, settings: Mapping[str, Any]) -> bool:
                 "resume with the former, or choose another folder"
             )
     return bool(changed)
-
-
-@contextlib.contextmanager
-def _opened(path: Path, settings: Mapping[str, Any], *, overwrite: bool) -> Iterator[None]:
-    """Make the folder this fit's while it runs; raise UserError where another process fits in it."""
-    # SETTINGS last: while it is there, the folder can still be resumed or overwritten.
-    with opened(path, RESULT, "model", "pictures", "checkpoints", SETTINGS, overwrite=overwrite):
-        remove_temporaries(path / "checkpoints")
-        if not (path / SETTINGS).is_file():
-            write_json(path / SETTINGS, {"settings": settings, **provenance()})
-        yield
 
 
 def _factored(model: nn.Module) -> list[SineLowRankLinear]:
