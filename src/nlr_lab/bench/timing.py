@@ -8,7 +8,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,6 @@ class Ratio:
     """Rounds."""
     log_standard_error: float | None = None
     """Bootstrap error of the median's logarithm; None for one round."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain numbers by field."""
-        return asdict(self)
 
     def __str__(self) -> str:
         return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"

@@ -35,7 +35,6 @@ from nonlinear_lowrank.methods.sine import SineLowRankLinear
 
 from . import report
 from .record import clean
-from .report import draw_models
 from .trial import PACE_ROUNDS, Choice, Curve, Measurement, Run, Stop, TimeLimit, Trials, measure_paces, tidy
 
 _START = 2.0  # seconds of a run beside its steps, at the least
@@ -255,7 +254,7 @@ class ModelTrials(Trials):
         return {"recipe": {"name": self.recipe.name, "summary": summary}, "data": self.prepared.describe()}
 
     def draw(self, out: Path, results: Mapping[str, Any], run_folders: Mapping[str, Path]) -> None:
-        draw_models(out, results)
+        report.draw_models(out, results)
 
 
 def _points(record: Mapping[str, Any], name: str) -> Curve:
