@@ -24,11 +24,10 @@ from torch import Tensor
 from nlr_lab.runtime.tables import COLOURS, GREYS, fold_numbers, new_figure, number_table, render_table, save
 
 from .measures import ACTIVATIONS, curve_places, kaiming_factors, kaiming_uniform, random_stable_rank, spectrum
-from .report import LayerRank
+from .report import TOLERANCES, LayerRank
 
 LEFT_OMEGA = 300.0
 OMEGAS = (1.0, 10.0, 30.0, 100.0, LEFT_OMEGA, 1000.0, 3000.0)
-TOLERANCES = (0.1, 0.01)
 
 _Make = Callable[[Tensor, Tensor], Tensor]  # of the dense matrix and the product U V, the matrix that is measured
 _PLAIN: dict[str, _Make] = {"dense": lambda dense, product: dense, "U V": lambda dense, product: product}
