@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -147,6 +148,13 @@ def test_papers_models_to_the_last_parameter(name):
     for rank, percent in PERCENT.get(name, {}).items():
         changed = parameters(Arm.parse(f"noble:rank={rank}").apply(task.build_on_meta()))
         assert round(100 * (changed / counts["baseline"] - 1), 2) == percent
+
+
+def test_a_masked_model_with_one_embedding_at_both_ends_has_one_less():
+    task = get_recipe("mlm-base").task
+    tied = replace(task, tie_embeddings=True).build_on_meta()
+    tied.tie_weights()
+    assert parameters(tied) == COUNTS["mlm-base"]["baseline"] - 30522 * 768 == 108_394_752
 
 
 @pytest.mark.parametrize("name", TRAINING)

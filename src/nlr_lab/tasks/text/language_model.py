@@ -237,6 +237,11 @@ class MaskedLanguageModelTask(TextTask):
     """The model without branches."""
     masking: Masking = Masking()
     """Shares of the tokens that are hidden."""
+    tie_embeddings: bool = False
+    """Use the input embedding as the output head."""
+
+    def _config(self, vocab_size: int, **tokens: int | None) -> Any:
+        return super()._config(vocab_size, **tokens, tie_word_embeddings=self.tie_embeddings)
 
     def __post_init__(self) -> None:
         if self.text.tokenizer == "bpe":
