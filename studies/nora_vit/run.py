@@ -9,6 +9,8 @@ and MNIST are .npz files as `nlr finetune --source` takes them. Stages:
     pretrain     all weights on CIFAR-10, 5 epochs, cropped and mirrored; one seed
     methods      Table 1: all weights, the new head alone, LoRA and DoRA on all linears, NoRA, NoRA++
     groups       Figure 2: NoRA at rank 3 with 8, 16, 32 and 64 groups
+    start        the shift's first draw and scale: "N(0, 0.02)" as a standard deviation (NORA's) or a variance, and the
+                 parametrisation of the authors' code; two of them also fitted on [-3, 3]
     activations  Table 3: other learnable activations
     tuning       Tables 4 and 5: other ways to train rational ones, one side alone
 
@@ -45,6 +47,13 @@ STAGES = {
         f"nora++:r=2,groups=8,lora_r=8,lora_alpha=16,{LOW}",
     ),
     "groups": tuple(f"nora:r=3,groups={groups}" for groups in (8, 16, 32, 64)),
+    "start": (
+        NORA,
+        "nora:r=2,groups=8,init_std=0.1414,name=std-0.14",
+        "nora:r=3,groups=8,tuning=shared,name=released",
+        "nora:r=2,groups=8,fit_range=3,name=range-3",
+        "nora:r=3,groups=8,tuning=shared,fit_range=3,name=released-range-3",
+    ),
     "activations": (NORA, *(f"activations:{name},name={name}" for name in ("prelu", "arelu", "elu"))),
     "tuning": (
         NORA,
