@@ -45,7 +45,9 @@ def signals_noted() -> Iterator[Wish]:
             text = f"{name}: stopping after a checkpoint of this step; once more stops at once"
             print(text, file=sys.stderr, flush=True)
 
-    before = {number: signal.signal(number, note) for number in SIGNALS}
+    # A shell starts background jobs with SIGINT ignored, so that Ctrl-C is not for them.
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in heard}
     try:
         yield wish
     finally:

@@ -72,6 +72,7 @@ def test_a_signal_stops_after_a_checkpoint_and_the_bits_stay_the_same(name, tmp_
     recipe = make_recipe(arm, gradient_accumulation=2, save_every=12, eval_every=6, log_every=5)
     run_training(recipe, tmp_path / "whole", prepared=TEXT, quiet=True)
     out, step = tmp_path / "out", 0
+    inherited = signal.signal(number, signal.SIG_DFL)
     monkeypatch.setenv("NLR_TEST_FAULT", "1")
     for _ in range(3):
         step += math.ceil(batches / 2)
@@ -83,7 +84,17 @@ def test_a_signal_stops_after_a_checkpoint_and_the_bits_stay_the_same(name, tmp_
     monkeypatch.delenv("NLR_TEST_FAULT")
     run_training(recipe, out, resume=True, prepared=TEXT, quiet=True)
     assert_same(out, tmp_path / "whole")
-    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+    assert signal.signal(number, inherited) is signal.SIG_DFL
+
+
+def test_a_signal_that_is_ignored_stays_so(tmp_path, monkeypatch):
+    inherited = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    monkeypatch.setenv("NLR_TEST_FAULT", "1")
+    recipe = make_recipe(f"training_helpers:signalled,at=3,number={int(signal.SIGUSR1)}")
+    try:
+        assert run_training(recipe, tmp_path / "out", prepared=TEXT, quiet=True).steps == 12
+    finally:
+        signal.signal(signal.SIGUSR1, inherited)
 
 
 def test_a_second_signal_stops_at_once(tmp_path, monkeypatch):
