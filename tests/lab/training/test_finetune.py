@@ -37,7 +37,14 @@ def train(recipe: Recipe, out: Path, **options) -> TrainResult:
 def test_controls_are_what_is_none_of_our_methods():
     controls = {name for name, method in ARM_METHODS.items() if method.control}
     tuned = {"full", "head", "lora", "dora", "peanut"}
-    built = {"low-rank", "sigmoid-low-rank", "relu-low-rank", "identity-query", "residual-linear-query"}
+    built = {
+        "low-rank",
+        "sigmoid-low-rank",
+        "relu-low-rank",
+        "identity-query",
+        "residual-linear-query",
+        "residual-query",
+    }
     assert controls == {"baseline", "wide-mlp", "qk-norm"} | tuned | built
 
 
