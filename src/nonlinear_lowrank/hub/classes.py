@@ -353,7 +353,7 @@ def _config_twin(base: Any) -> Any:
         "saving also writes what a process without this package needs (`hub.modeling_file`)."
     )
     own = {"__module__": __name__, "__doc__": doc, "__init__": __init__, "model_type": TYPE_PREFIX + base.model_type}
-    own["save_pretrained"] = save_pretrained
+    own |= {"save_pretrained": save_pretrained, "modeling_file": True}  # of configs that only change their class too
     twin: Any = type(CLASS_PREFIX + base.__name__, (base,), own)
     _share_weight_conversions(base.model_type, twin.model_type)
     return twin
