@@ -1,4 +1,4 @@
-"""What every modeling file has: the model that puts its layers back, as its config lists them."""
+"""Parts that every modeling file has: the model that puts its layers back, as its config lists them."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
