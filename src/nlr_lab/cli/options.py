@@ -1,5 +1,6 @@
 """Options from dataclasses, by tyro: short names for nested fields, integers like 1e3, errors in one line."""
 
+import argparse
 import difflib
 import inspect
 import re
@@ -84,7 +85,7 @@ def parse_recipe(
     """
     known = recipes_of(command)
     name, rest = "", list(arguments)
-    file = _config(rest)
+    file = take_option("--config", rest)[0] or ""
     settings = read_settings(file) if file else {}
     if rest[:1] in (["-h"], ["--help"]):
         name = known[0]  # options depend on the recipe; any of them shows what there is
@@ -115,13 +116,12 @@ def parse_recipe(
     return replace(recipe, **chosen), parsed
 
 
-def _config(arguments: Sequence[str]) -> str:
-    """Return the value of --config, or ""."""
-    for place, argument in enumerate(arguments):
-        name, has_value, value = argument.partition("=")
-        if name == "--config":
-            return value if has_value else next(iter(arguments[place + 1 :]), "")
-    return ""
+def take_option(name: str, arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the value of one option, None where it is not given, and the other arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(name, dest="value", nargs="?", const="")
+    found, rest = parser.parse_known_args(list(arguments))
+    return found.value, rest
 
 
 def table_width() -> int:

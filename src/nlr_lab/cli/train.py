@@ -1,7 +1,7 @@
 """`nlr train`, `nlr finetune` and `nlr fit RECIPE`: one arm to a folder; `--from RUN`: a run again."""
 
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ from tyro.conf import FlagCreatePairsOff
 from nlr_lab.runtime.processes import rank
 from nonlinear_lowrank.errors import UserError
 
-from .options import parse, parse_recipe
+from .options import parse, parse_recipe, take_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,13 +142,11 @@ def _parse_run(arguments: list[str], command: str) -> tuple[Any, Any, Any]:
     Returns:
         The recipe with its arm, the options, and the `FormerRun` that is repeated or None.
     """
-    given = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
-    own = {
-        f"--{name}" for name in ("from", "out", "resume", "overwrite", "allow-code", "allow-torch-checkpoints", "help")
-    }
-    if "--from" in given and given - own:
-        arguments = _with_config(arguments)
-    if not any(argument == "--from" or argument.startswith("--from=") for argument in arguments):
+    run, rest = take_option("--from", arguments)
+    own = {"--help", *(f"--{each.name}".replace("_", "-") for each in fields(RepeatOptions))}
+    if run and {each.partition("=")[0] for each in rest if each.startswith("--")} - own:
+        arguments, run = [*rest, f"--config={run}/recipe.json"], None
+    if run is None:
         defaults = lambda recipe: {"out": f"runs/{recipe.name}", "arm": recipe.arm_text}  # noqa: E731
         recipe, chosen = parse_recipe(TrainOptions, arguments, command=command, defaults=defaults)
         from nlr_lab.training.arms import Arm
@@ -159,31 +157,19 @@ def _parse_run(arguments: list[str], command: str) -> tuple[Any, Any, Any]:
     options = parse(RepeatOptions, arguments, command=command)
     from nlr_lab.training.run_folder import FormerRun
 
-    run, out = Path(options.run), Path(options.out)
-    if run.resolve() == out.resolve():
+    place, out = Path(options.run), Path(options.out)
+    if place.resolve() == out.resolve():
         raise UserError(f"--out {out} is the run itself; name a new folder")
-    former = FormerRun.read(run, command)
+    former = FormerRun.read(place, command)
     if ":" in former.recipe.arm.method and not options.allow_code:
         raise UserError(
-            f"the arm of {run} calls {former.recipe.arm.method}, code that the folder only names; "
+            f"the arm of {place} calls {former.recipe.arm.method}, code that the folder only names; "
             "if you know what it does, add --allow-code"
         )
     if rank() == 0:
         for line in former.changes():
             print(f"warning: {line}", file=sys.stderr)
     return former.recipe, options, former
-
-
-def _with_config(arguments: list[str]) -> list[str]:
-    """Return the arguments with the file of the run's settings in the place of --from RUN."""
-    joined = list[str]()
-    for argument in arguments:
-        if joined[-1:] == ["--from"]:
-            joined[-1] = f"--from={argument}"
-        else:
-            joined.append(argument)
-    start = "--from="
-    return [f"--config={each[len(start) :]}/recipe.json" if each.startswith(start) else each for each in joined]
 
 
 def _run(recipe: Any, options: _ModelOptions) -> Any:
