@@ -63,6 +63,8 @@ def as_arguments(settings: Mapping[str, Any], known: Sequence[str], path: str, g
     Raises:
         UserError: a setting that there is not; or an arm that calls a function, which the command line must name.
     """
+    from nlr_lab.training.run_folder import as_option
+
     arguments = []
     for name, value in flatten(settings).items():
         if name not in known and not any(each.endswith(f".{name}") for each in known):
@@ -78,11 +80,5 @@ def as_arguments(settings: Mapping[str, Any], known: Sequence[str], path: str, g
         if code := [each for each in values if name in ("arm", "arms") and _CODE.fullmatch(each)]:
             hint = f"if you know what it does, give it as --{name}"
             raise UserError(f"an arm of --config {path} calls code, {code[0]}; {hint}")
-        stem, dot, last = name.replace("_", "-").rpartition(".")
-        if isinstance(value, bool):
-            arguments.append(f"--{stem}{dot}{'' if value else 'no-'}{last}")
-        elif isinstance(value, list):
-            arguments += [f"--{stem}{dot}{last}", *values]
-        else:
-            arguments.append(f"--{stem}{dot}{last}={value}")
+        arguments += as_option(name, value)
     return arguments

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGUSR1 as a wish to stop once a checkpoint is written: spot machines, Slurm, Ctrl-C."""
+"""SIGTERM, SIGINT and SIGUSR1 as a request to stop once a checkpoint is written: spot machines, Slurm, Ctrl-C."""
 
 import signal
 import sys
@@ -22,24 +22,23 @@ class StoppedBySignal(KeyboardInterrupt):
 
 
 @dataclass
-class Wish:
+class StopRequest:
     """The first signal that arrived, or 0."""
 
     number: int = 0
 
 
 @contextmanager
-def signals_noted() -> Iterator[Wish]:
+def noted_signals(request: StopRequest) -> Iterator[None]:
     """Note the first of these signals inside it; a second one stops at once. Only in a process's main thread."""
-    wish = Wish()
     if threading.current_thread() is not threading.main_thread():
-        yield wish
+        yield
         return
 
     def note(number: int, _: Any) -> None:
-        if wish.number:
+        if request.number:
             raise StoppedBySignal(number, " again, at once")
-        wish.number = number
+        request.number = number
         name = signal.Signals(number).name
         if rank() == 0:
             text = f"{name}: stopping after a checkpoint of this step; once more stops at once"
@@ -49,7 +48,7 @@ def signals_noted() -> Iterator[Wish]:
     heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, note) for number in heard}
     try:
-        yield wish
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

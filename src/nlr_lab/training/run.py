@@ -22,7 +22,7 @@ from transformers.utils import logging, strtobool
 
 from nlr_lab.runtime.environment import cpu_threads, deterministic, many_compiled
 from nlr_lab.runtime.processes import on_rank_0, warn_of_restarts, world_size
-from nlr_lab.runtime.signals import StoppedBySignal, signals_noted
+from nlr_lab.runtime.signals import StoppedBySignal, StopRequest, noted_signals
 from nlr_lab.runtime.storage import newest_valid, remove_temporaries
 from nonlinear_lowrank.analysis.cost import count_parameters
 from nonlinear_lowrank.errors import DivergedError, UserError
@@ -77,7 +77,7 @@ def run_training(
             result.json says so, checkpoints are kept.
     """
     folder, arm = RunFolder(Path(out), recipe), recipe.arm
-    with _surroundings(recipe.train), signals_noted() as wish:
+    with _surroundings(recipe.train):
         if _uses_deepspeed():
             deepspeed.check_engine(muon=uses_muon(recipe, arm), allowed=allow_torch_checkpoints)
         arguments = training_arguments(recipe, folder.path)
@@ -137,7 +137,7 @@ def run_training(
 
         on_rank_0(lambda: folder.open(prepared.fingerprint, overwrite=overwrite))
         warm = [] if start is None else [WarmOptimizer(start)]
-        progress = progress_of(recipe, model, prepared, arguments.world_size)
+        progress, request = progress_of(recipe, model, prepared, arguments.world_size), StopRequest()
         trainer = RunTrainer(
             model,
             arguments,
@@ -145,16 +145,17 @@ def run_training(
             config=train,
             checkpoints=folder.path / "checkpoints",
             optimizer_cls_and_kwargs=optimizer,
-            callbacks=[Schedule(train, stop, wish), *([] if quiet else [progress]), *warm],
+            callbacks=[Schedule(train, stop, request), *([] if quiet else [progress]), *warm],
         )
         trainer.remove_callback(PrinterCallback)
         try:
-            _train(trainer, recipe, folder, resume=resume, quiet=quiet)
-            result = _result(trainer, known, recipe)
-            folder.export(trainer, prepared.tokenizer, result)
-            folder.write_result(trainer, prepared, result)
-            if wish.number:  # in the last step: this run is whole, and what would follow is not wished for
-                raise StoppedBySignal(wish.number, " when the run was done")
+            with noted_signals(request):  # before training there is nothing to save
+                _train(trainer, recipe, folder, resume=resume, quiet=quiet)
+                result = _result(trainer, known, recipe)
+                folder.export(trainer, prepared.tokenizer, result)
+                folder.write_result(trainer, prepared, result)
+            if request.number:  # in the last step: this run is whole, and nothing is to follow it
+                raise StoppedBySignal(request.number, " when the run was done")
             return result
         except DivergedError as error:
             folder.write_result(trainer, prepared, _result(trainer, known, recipe, diverged_at=error.step))

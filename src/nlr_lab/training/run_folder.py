@@ -135,13 +135,13 @@ class RunFolder:
             if hasattr(base, "write_base"):
                 base.write_base(folder / BASE)
             data = read_json(self.path / DATA, sources=dict, fingerprint=str)
-            _write_card(folder, self.recipe, result, data, trainer.drawn())
+            _write_card(folder, self.recipe, result, data, trainer.drawn)
 
     def write_result(self, trainer: RunTrainer, prepared: Any, result: TrainResult) -> None:
         """Write the last file of a run."""
         if trainer.is_world_process_zero():
-            drawn = trainer.drawn()
-            about = {"data": prepared.describe() | ({"drawn": drawn} if drawn else {}), "versions": versions()}
+            drawn = {"drawn": trainer.drawn} if trainer.drawn else {}
+            about = {"data": prepared.describe() | drawn, "versions": versions()}
             with disk_errors(str(self.path / RESULT)):
                 write_json(self.path / RESULT, {**result.to_dict(), **about})
 
@@ -213,12 +213,18 @@ def command_of(recipe: Recipe) -> str:
     for name, value in _settings(recipe).items():
         if name.startswith("arm.") or own.get(name, ...) == value:
             continue
-        stem, _, last = name.replace("_", "-").rpartition(".")
-        if isinstance(value, bool):
-            words.append(f"--{stem}.{'' if value else 'no-'}{last}")
-        else:
-            words += [f"--{stem}.{last}", *map(str, value if isinstance(value, list) else [value])]
+        words += as_option(name, value)
     return shlex.join(words)
+
+
+def as_option(name: str, value: Any) -> list[str]:
+    """Return the words of a command line for a setting by its dotted name."""
+    stem, dot, last = name.replace("_", "-").rpartition(".")
+    if isinstance(value, bool):
+        return [f"--{stem}{dot}{'' if value else 'no-'}{last}"]
+    if isinstance(value, list):
+        return [f"--{stem}{dot}{last}", *map(str, value)]
+    return [f"--{stem}{dot}{last}={value}"]  # joined: it may begin with a dash
 
 
 # --- the same run again ---------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The Trainer of a run: order of the data, evaluation, whole checkpoints, and an eye on the loss."""
 
+import functools
 import hashlib
 import itertools
 import json
@@ -19,7 +20,7 @@ from transformers import Trainer, TrainerCallback, set_seed
 
 from nlr_lab.runtime.environment import OutOfTimeError
 from nlr_lab.runtime.processes import gather_objects, on_rank_0
-from nlr_lab.runtime.signals import StoppedBySignal, Wish
+from nlr_lab.runtime.signals import StoppedBySignal, StopRequest
 from nlr_lab.runtime.storage import disk_errors, prune, step_folders
 from nlr_lab.tasks.task import Batch, scores_of_examples
 from nonlinear_lowrank.errors import DivergedError, UserError
@@ -102,8 +103,10 @@ class Schedule(TrainerCallback):
     StoppedBySignal.
     """
 
-    def __init__(self, train: TrainConfig, stop: Callable[[int], bool] | None = None, wish: Wish | None = None) -> None:
-        self.config, self.stop, self.wish = train, stop, wish or Wish()
+    def __init__(
+        self, train: TrainConfig, stop: Callable[[int], bool] | None = None, request: StopRequest | None = None
+    ) -> None:
+        self.config, self.stop, self.request = train, stop, request or StopRequest()
         self.stopping = 0  # the signal, in all processes
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -119,7 +122,7 @@ class Schedule(TrainerCallback):
         if stop is not None and together and on_rank_0(lambda: stop(step)):  # type: ignore[misc]
             raise OutOfTimeError(f"stopped for time at step {step} of {state.max_steps}; go on with --resume")
         if together:
-            self.stopping = max(gather_objects(self.wish.number))
+            self.stopping = max(gather_objects(self.request.number))
             control.should_save |= bool(self.stopping)
         return control
 
@@ -227,8 +230,9 @@ class RunTrainer(Trainer):
         args = self.args
         return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
 
+    @functools.cached_property
     def drawn(self) -> list[dict[str, Any]]:
-        """Return what the run has drawn from each source of a mixture so far, before a resume too."""
+        """Counts of what the run has drawn from each source of a mixture, before a resume too; asked for at its end."""
         done = self.state.global_step * self._per_step
         dataset: Any = self.train_dataset
         return dataset.drawn(itertools.islice(self._get_train_sampler(), done))  # type: ignore[no-any-return]
