@@ -17,7 +17,7 @@ BASE_ROWS = "__base__"
 
 
 class NamedConfig:
-    """What a config of this library has beside peft's: its own `PeftType`, and a README that says how to load it."""
+    """Fields and methods of our configs beside peft's: its own `PeftType`, and a README that says how to load it."""
 
     type_name: ClassVar[str]
     """Name of the method's `PeftType` member."""

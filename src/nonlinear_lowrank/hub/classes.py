@@ -1,9 +1,10 @@
 """Augmented twins of transformers' model and config classes, built when they are first asked for.
 
 `LlamaForCausalLM` has the twin `NonlinearLowrankLlamaForCausalLM`, whose config class `NonlinearLowrankLlamaConfig` has
-the model_type "nonlinear_lowrank_llama": a process without this package fails by that name instead of dropping the
-branches. A twin is the plain class plus `AugmentedModel`: it builds the plain model, then puts the layers back that the
-config lists. Files name tensors as the plain model does (`q_proj.weight`, in memory `q_proj.dense.weight`).
+the model_type "nonlinear_lowrank_llama": a process without this package takes the saved modeling file, or fails, and
+does not drop the branches. A twin is the plain class plus `AugmentedModel`: it builds the plain model, then puts the
+layers back that the config lists. Files name tensors as the plain model does (`q_proj.weight`, in memory
+`q_proj.dense.weight`).
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""What peft does with LoRA, done with sine-LoRA: its modules, fields, scales, optimizers, hotswap and experts."""
+"""All that peft does with LoRA, done with sine-LoRA: its modules, fields, scales, optimizers, hotswap and experts."""
 
 import copy
 

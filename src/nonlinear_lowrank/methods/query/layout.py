@@ -1,4 +1,4 @@
-"""Where the queries are among the rows of a projection: by its name, shape and config, or as its attention says."""
+"""Places of the queries among the rows of a projection: by its name, shape and config, or as its attention says."""
 
 from collections.abc import Mapping
 from dataclasses import replace
