@@ -86,7 +86,7 @@ def test_command_of_a_recipe_as_it_is_names_no_setting(name):
     command = f"nlr {RECIPES[name].command} {name} --arm {shlex.quote(str(recipe.arm))}"
     assert command_of(recipe) == command
     changed = replace(recipe, train=replace(recipe.train, seed=3, bf16=not recipe.train.bf16))
-    assert command_of(changed) == f"{command} --train.{'no-' if recipe.train.bf16 else ''}bf16 --train.seed 3"
+    assert command_of(changed) == f"{command} --train.{'no-' if recipe.train.bf16 else ''}bf16 --train.seed=3"
 
 
 def test_converting_writes_a_card(tmp_path, capsys):
