@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.surgery.targets import output_head_names
+from nonlinear_lowrank.surgery.targets import output_head_names, unreached_experts
 
 from .arms import is_adapted
 
@@ -44,3 +44,5 @@ def to_float8(model: Any, *, verbose: bool = False) -> None:
     if verbose:
         how = "" if native else ", emulated on this device"
         print(f"float8: {taken[0]} linears{how}; {taken[1]} of other widths stay in bfloat16")
+        if experts := unreached_experts(model):
+            print(f"float8: {experts}, and stay in bfloat16")
