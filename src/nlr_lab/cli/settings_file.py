@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nlr_lab.runtime.storage import flatten
+from nlr_lab.runtime.storage import as_option, flatten
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import one_line
 
@@ -63,8 +63,6 @@ def as_arguments(settings: Mapping[str, Any], known: Sequence[str], path: str, g
     Raises:
         UserError: a setting that there is not; or an arm that calls a function, which the command line must name.
     """
-    from nlr_lab.training.run_folder import as_option
-
     arguments = []
     for name, value in flatten(settings).items():
         if name not in known and not any(each.endswith(f".{name}") for each in known):

@@ -185,3 +185,13 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     for name, inner in value.items():
         flat |= flatten(inner, f"{prefix}.{name}" if prefix else str(name))
     return flat
+
+
+def as_option(name: str, value: Any) -> list[str]:
+    """Return the words of a command line for a setting by its dotted name."""
+    stem, dot, last = name.replace("_", "-").rpartition(".")
+    if isinstance(value, bool):
+        return [f"--{stem}{dot}{'' if value else 'no-'}{last}"]
+    if isinstance(value, list):
+        return [f"--{stem}{dot}{last}", *map(str, value)]
+    return [f"--{stem}{dot}{last}={value}"]  # joined: it may begin with a dash

@@ -11,6 +11,7 @@ from typing import Any
 from nlr_lab.recipes import RECIPES, get_recipe
 from nlr_lab.runtime.environment import determinism, provenance
 from nlr_lab.runtime.storage import (
+    as_option,
     discard,
     disk_errors,
     flatten,
@@ -215,16 +216,6 @@ def command_of(recipe: Recipe) -> str:
             continue
         words += as_option(name, value)
     return shlex.join(words)
-
-
-def as_option(name: str, value: Any) -> list[str]:
-    """Return the words of a command line for a setting by its dotted name."""
-    stem, dot, last = name.replace("_", "-").rpartition(".")
-    if isinstance(value, bool):
-        return [f"--{stem}{dot}{'' if value else 'no-'}{last}"]
-    if isinstance(value, list):
-        return [f"--{stem}{dot}{last}", *map(str, value)]
-    return [f"--{stem}{dot}{last}={value}"]  # joined: it may begin with a dash
 
 
 # --- the same run again ---------------------------------------------------------------------------------------
