@@ -1,11 +1,12 @@
 """Adapters side by side at a few hundred to a few thousand parameters (Table 1 of sine_lowrank.txt in small).
 
-    python -m studies.glue_minilm.run DATA [--task cola|stsb|both] [--seeds 3] [--threads 1] [--work FOLDER]
+    python -m studies.glue_minilm.run DATA [--task cola|stsb|start|all] [--seeds 3] [--threads 1] [--work FOLDER]
 
 MiniLM, a sentence encoder of 22.6M parameters, on CoLA (3 epochs, Matthews correlation on GLUE's development set) and
 on STS-B (2 epochs, Pearson correlation on its development set, and once more on its labelled test set). DATA holds
-GLUE's files as `nlr finetune --source` takes them. Every arm trains the same new head on the mean of the tokens, from
-the same draw, at one learning rate (1e-3): arms differ in their adapters alone, and the arm `head` is that head alone.
+GLUE's files as `nlr finetune --source` takes them. "start" is NoRA's first draw, on STS-B, one epoch. Every arm trains
+the same new head on the mean of the tokens, from the same draw, at one learning rate (1e-3): arms differ in their
+adapters alone, and the arm `head` is that head alone.
 
 For every arm three learning rates are tried on one seed and the best is taken on a tenth held out of the training
 data; where it is at the edge, the grid is extended, at most twice. Then it runs with three other seeds.
@@ -29,7 +30,7 @@ from nonlinear_lowrank import UserError
 from studies.study import one_line_errors, run_study, study_parser
 
 HERE = Path(__file__).parent
-EPOCHS = {"cola": 3, "stsb": 2}
+EPOCHS = {"cola": 3, "stsb": 2, "start": 1}  # "start": on STS-B
 # At the zero start a step of Adam moves sine-LoRA's weight omega / sqrt(384) times as far as LoRA's: 10 times at omega
 # 200. LoRA's learning rates divided by that were too low (Matthews 0.02, Pearson 0.26 at 1e-4), so its grids begin
 # three times higher. The learning rate of `head` is fixed in every arm and needs no grid.
@@ -38,6 +39,14 @@ ARMS = (
     *("sine-lora:r=1,omega=200,grid=3e-4/1e-3/3e-3", "sine-lora:r=4,omega=200,grid=3e-4/1e-3/3e-3"),
     *("sine-dora:r=1,omega=200,grid=3e-4/1e-3/3e-3", "peanut:r=1", "nora:r=2,groups=8"),
     *("nora++:r=2,groups=8,lora_r=1", "head:lr=1e-3"),
+)
+START_GRID = "grid=1e-4/3e-4/1e-3"
+START = (
+    f"nora:r=2,groups=8,init_std=0.02,{START_GRID},name=std-0.02",
+    f"nora:r=2,groups=8,init_std=0.1414,{START_GRID},name=std-0.14",
+    f"nora:r=3,groups=8,tuning=shared,{START_GRID},name=released",
+    f"nora:r=2,groups=8,init_std=0.02,fit_range=3,{START_GRID},name=std-0.02-range-3",
+    "head:lr=1e-3",
 )
 OMEGAS = ("sine-lora:r=1,omega=50,grid=1e-3/3e-3/1e-2", "sine-lora:r=1,omega=800,grid=1e-4/3e-4/1e-3")
 
@@ -48,14 +57,14 @@ def recipe_of(data: Path, task: str, threads: int) -> Recipe:
     glue: Any = recipe.task
     return replace(
         recipe,
-        task=replace(glue, glue=replace(glue.glue, task=task, source=str(data))),
+        task=replace(glue, glue=replace(glue.glue, task="stsb" if task == "start" else task, source=str(data))),
         train=replace(recipe.train, epochs=EPOCHS[task], threads=threads, tracker="none"),
     )
 
 
 def study(recipe: Recipe, task: str, seeds: int, work: Path) -> None:
     """One task, all arms."""
-    texts = (*ARMS, *(OMEGAS if task == "cola" else ()))
+    texts = START if task == "start" else (*ARMS, *(OMEGAS if task == "cola" else ()))
     run_study(
         recipe,
         work / task,
@@ -64,7 +73,7 @@ def study(recipe: Recipe, task: str, seeds: int, work: Path) -> None:
         arms=[Arm.parse(text) for text in texts],
         seeds=seeds,
         timing_rounds=0,
-        max_extensions=2,
+        max_extensions=1 if task == "start" else 2,
         command=f"python -m studies.glue_minilm.run DATA --task {task} --seeds {seeds}",
     )
 
@@ -138,9 +147,9 @@ def _spread(values: list[float]) -> str:
 
 def main() -> None:
     parser = study_parser(__doc__, "glue_minilm", "data")
-    parser.add_argument("--task", choices=(*EPOCHS, "both"), default="both")
+    parser.add_argument("--task", choices=(*EPOCHS, "all"), default="all")
     arguments = parser.parse_args()
-    for task in EPOCHS if arguments.task == "both" else (arguments.task,):
+    for task in EPOCHS if arguments.task == "all" else (arguments.task,):
         with one_line_errors(task):
             recipe = recipe_of(arguments.data, task, arguments.threads)
             study(recipe, task, arguments.seeds, arguments.work)
