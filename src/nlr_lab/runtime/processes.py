@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import psutil
 
@@ -22,6 +23,8 @@ T = TypeVar("T")
 _NO_LOAD = ("idle", "iowait", "nice", "guest", "guest_nice")  # what is nice gives way, guests are in user
 _BLIP = 0.25  # of a core: less than that is no load
 _LOAD, _LOOK_EVERY = 0.5, 5.0  # cores that others take for so many seconds: then a run that goes on gives way
+# Weak, so that torch.distributed alone keeps a group: one that it has destroyed is gone here too.
+_GROUPS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 # Of each version of control groups: where quota and period are, in microseconds.
 _QUOTAS = (("/sys/fs/cgroup/cpu.max",), ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"))
 
@@ -63,6 +66,29 @@ def gather_objects(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def largest(*values: int) -> list[int]:
+    """Return the largest of each value over all processes; they wait for each other, and for no GPU's work."""
+    if not _distributed():
+        return list(values)
+    import torch
+    import torch.distributed as dist
+
+    found = torch.tensor(values)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=_between_cpus())
+    return found.tolist()
+
+
+def _between_cpus() -> Any:
+    """Return the group of all processes that exchanges tensors on CPUs, the default one where that does."""
+    import torch.distributed as dist
+
+    if dist.get_backend() == "gloo":
+        return None
+    if (group := _GROUPS.get("gloo")) is None:
+        group = _GROUPS["gloo"] = dist.new_group(backend="gloo")
+    return group
 
 
 @functools.cache

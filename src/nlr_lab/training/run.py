@@ -65,8 +65,8 @@ def run_training(
         report: print what the arm changed in the model, unless `quiet`.
         allow_torch_checkpoints: under DeepSpeed, write and read its engine's checkpoints, which are pickled; it has no
             others.
-        stop: asked after each step but the last, with its number (of several processes: rank 0 is asked, at each entry
-            of the training curve); the run then goes on from its last checkpoint when it is resumed.
+        stop: asked after each step but the last, with its number, on rank 0; the run then goes on from its last
+            checkpoint when it is resumed.
 
     Raises:
         OutOfTimeError: a UserError; `stop` said so.

@@ -19,7 +19,7 @@ from torch.utils.data._utils import signal_handling
 from transformers import Trainer, TrainerCallback, set_seed
 
 from nlr_lab.runtime.environment import OutOfTimeError
-from nlr_lab.runtime.processes import gather_objects, on_rank_0
+from nlr_lab.runtime.processes import gather_objects, largest, on_rank_0
 from nlr_lab.runtime.signals import StoppedBySignal, StopRequest
 from nlr_lab.runtime.storage import disk_errors, prune, step_folders
 from nlr_lab.tasks.task import Batch, scores_of_examples
@@ -98,9 +98,8 @@ class Schedule(TrainerCallback):
     """Decide when to log, evaluate, save and stop, and seed the dropout.
 
     Every evaluation and checkpoint also closes an entry of the training curve: a resumed run then has the same entries
-    as one that was never killed. Where `stop` says so of a step the run ends, without a checkpoint, by OutOfTimeError;
-    where a signal wishes it, after a checkpoint of that step (of several processes: of the next entry of the curve), by
-    StoppedBySignal.
+    as one that was never killed. Where `stop` says so of a step (rank 0 asks) the run ends, without a checkpoint, by
+    OutOfTimeError; where a signal to any process wishes it, after a checkpoint of that step, by StoppedBySignal.
     """
 
     def __init__(
@@ -114,15 +113,15 @@ class Schedule(TrainerCallback):
             set_seed((args.seed + 1_000_003 * args.process_index) % 2**32)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        step, last, stop = state.global_step, state.global_step >= state.max_steps, self.stop
+        step, last = state.global_step, state.global_step >= state.max_steps
         control.should_evaluate = last or step % self.config.eval_every == 0
         control.should_save = last or step % self.config.save_every == 0
         control.should_log = control.should_evaluate or control.should_save or step % self.config.log_every == 0
-        together = not last and (args.world_size == 1 or control.should_log)
-        if stop is not None and together and on_rank_0(lambda: stop(step)):  # type: ignore[misc]
-            raise OutOfTimeError(f"stopped for time at step {step} of {state.max_steps}; go on with --resume")
-        if together:
-            self.stopping = max(gather_objects(self.request.number))
+        if not last:  # in every step: torchrun kills half a minute after it has passed a signal on
+            asked = self.stop if args.process_index == 0 else None
+            late, self.stopping = largest(asked is not None and asked(step), self.request.number)
+            if late:
+                raise OutOfTimeError(f"stopped for time at step {step} of {state.max_steps}; go on with --resume")
             control.should_save |= bool(self.stopping)
         return control
 
