@@ -16,7 +16,7 @@ from .targets import expert_tensors, is_linear, linear_method, output_head_names
 
 @dataclass
 class AugmentReport:
-    """Result of `augment`; `print(report)` gives the readable form."""
+    """Result of `augment`, or of an adapter of NoRA; `print(report)` gives the readable form."""
 
     method: str
     config: Any
@@ -48,6 +48,8 @@ class AugmentReport:
         ]
         if self.kind == "linear":  # others cost none by this count, which is not to say that they are free
             lines.append(f"  FLOPs per token in linears {_change(self.flops_before, self.flops_added)}")
+        elif self.flops_added:
+            lines.append(f"  FLOPs per token + {self.flops_added:,}")
         if self.body_parameters:
             share = 100 * self.reached_parameters / self.body_parameters
             lines.append(f"  reaches {share:.2f} % of the body's {self.body_parameters:,} parameters")

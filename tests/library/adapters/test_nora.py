@@ -66,13 +66,13 @@ def test_trainable_counts_on_vit_tiny(options, expected, capsys):
     with torch.device("meta"):
         base = ViTForImageClassification(VIT_TINY)
     model = get_peft_model(base, NoraConfig(**options))
-    assert count(model) == expected == model.base_model.report().trainable
-    assert f"12 activations became rational functions{', 24 linears have LoRA' if 'lora_r' in options else ''}; " in (
-        said := capsys.readouterr().out
-    )
-    assert f"{expected:,} trained parameters" in said
+    report, said = model.base_model.report(), capsys.readouterr().out
+    assert count(model) == expected == report.parameters_added
+    assert report.parameters_before == sum(each.numel() for each in model.parameters()) - expected
+    assert f"NoRA{'++: 36 module' if 'lora_r' in options else ': 12 activation'}s swapped, 0 skipped" in said
+    assert f" + {expected:,} (" in said
     degrees = sum(model.peft_config["default"].degrees)
-    assert model.base_model.report().flops == 12 * 768 * 2 * (degrees + 1)
+    assert report.flops_added == 12 * 768 * 2 * (degrees + 1)
 
 
 @pytest.mark.shared_data
@@ -400,12 +400,12 @@ def test_the_report_tells_layers_apart(capsys):
     )
     get_peft_model(base, NoraConfig(groups=4, layers_to_transform=[0, 1, 2, 4], groups_pattern={r"layers\.1\..*": 8}))
     said = capsys.readouterr().out
-    assert "rational   model.layers.0,2,4.mlp.act_fn x 3: silu as" in said
-    assert "rational   model.layers.1.mlp.act_fn: silu as" in said
-    assert "skipped    model.layers.3,5.mlp.act_fn x 2: not asked for" in said
+    assert "swapped model.layers.0,2,4.mlp.act_fn x 3: silu as" in said
+    assert "swapped model.layers.1.mlp.act_fn: silu as" in said
+    assert "skipped model.layers.3,5.mlp.act_fn x 2: not asked for" in said
     capsys.readouterr()
     get_peft_model(model_helpers.vit(), NoraConfig(groups=4))
-    assert "rational   vit.layers.0-1.mlp.activation_fn x 2: gelu" in capsys.readouterr().out
+    assert "swapped vit.layers.0-1.mlp.activation_fn x 2: gelu" in capsys.readouterr().out
 
 
 def test_adapters_of_different_functions_cannot_be_active_together():

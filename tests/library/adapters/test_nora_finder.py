@@ -36,12 +36,12 @@ def test_poolers_and_functions_are_skipped_and_named(name, capsys):
     model = get_peft_model(make().eval(), NoraConfig(groups=4))
     said, report = capsys.readouterr().out, model.base_model.report()
     assert str(report) in said
-    assert (len(report.activations), report.skipped, report.functional) == (2, skipped, functional)
-    for where, why in skipped.items():
-        assert f"skipped    {where}: {why}" in said
+    functions = {where or "the model": f"{why}; a function cannot be swapped" for where, why in functional.items()}
+    assert (len(report.swapped), report.skipped) == (2, {**skipped, **functions})
+    for where, why in report.skipped.items():
+        assert f"skipped {where}: {why}" in said
+    for where in skipped:
         assert not isinstance(model.base_model.model.get_submodule(where), NoraActivation)
-    for where, why in functional.items():
-        assert f"functional {where or 'the model'}: {why}; it cannot be swapped" in said
     model(**inputs_of(model))
 
 
@@ -49,15 +49,15 @@ def test_a_pooler_is_taken_when_it_is_asked_for():
     base = hf.BertForSequenceClassification(hf.BertConfig(**TEXT))
     model = get_peft_model(base, NoraConfig(groups=4, target_modules=["pooler.activation"]))
     report = model.base_model.report()
-    assert list(report.activations) == ["bert.pooler.activation"]
-    assert "tanh as degree 5/4" in report.activations["bert.pooler.activation"]
+    assert report.swapped == ["bert.pooler.activation"]
+    assert "tanh as degree 5/4" in report.details["bert.pooler.activation"]
     assert set(report.skipped) == two(BERT_MLP)
 
 
 def test_targets_by_name_layer_and_exclusion():
     def found(**options):
         model = get_peft_model(model_helpers.llama(), NoraConfig(groups=4, **options))
-        return set(model.base_model.report().activations)
+        return set(model.base_model.report().swapped)
 
     assert found(target_modules=["act_fn"], layers_to_transform=[1]) == {"model.layers.1.mlp.act_fn"}
     assert found(exclude_modules=r".*layers\.0\..*") == {"model.layers.1.mlp.act_fn"}
@@ -126,7 +126,7 @@ def test_the_fixes_that_refusals_name_work():
     base = liger_like()
     base.model.layers[1].mlp.__dict__.pop("forward")
     model = get_peft_model(base, NoraConfig(groups=4, exclude_modules=r".*layers\.0\..*"))
-    assert list(model.base_model.report().activations) == ["model.layers.1.mlp.act_fn"]
+    assert model.base_model.report().swapped == ["model.layers.1.mlp.act_fn"]
 
 
 class Turned(nn.Module):

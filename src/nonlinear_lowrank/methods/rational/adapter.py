@@ -9,8 +9,8 @@ and the Auto classes know (`hub`).
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -27,7 +27,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.experts import forget_rows, tell_rows
 from nonlinear_lowrank.methods.matrix import Matrix, matrix_of, replace_modules
 from nonlinear_lowrank.surgery.augment import after_augment
-from nonlinear_lowrank.surgery.report import folded
+from nonlinear_lowrank.surgery.report import AugmentReport
 from nonlinear_lowrank.surgery.targets import output_head_names
 
 from .adapter_layers import ALL_ACTIVATIONS, ALL_LINEAR, NoraActivation, NoraConfig, NoraLoraLinear, NoraSineLinear
@@ -37,40 +37,7 @@ from .sites import Survey, survey
 _NOT_PLAIN = (
     "use_dora", "use_rslora", "lora_bias", "target_parameters", "rank_pattern", "alpha_pattern", "layer_replication",
 )  # fmt: skip
-__all__ = ["NoraActivation", "NoraConfig", "NoraModel", "NoraReport", "lora_to_nora"]
-
-
-@dataclass(frozen=True)
-class NoraReport:
-    """Report of what a NoRA adapter did to a model; `print(report)` gives the readable form."""
-
-    adapter: str
-    activations: Mapping[str, str]
-    """Modules that became rational functions, and which; the error of the fit is in it."""
-    linears: Sequence[str]
-    """Modules with LoRA."""
-    skipped: Mapping[str, str]
-    """Activations that stay as they are, and why."""
-    functional: Mapping[str, str]
-    """Modules that call an activation as a function, where nothing can be swapped; "" is the model itself."""
-    trainable: int
-    """Trained numbers, without modules_to_save and biases."""
-    flops: int
-    """Forward FLOPs per token of the rational functions, where their width is known: products, sums and a quotient."""
-
-    def __str__(self) -> str:
-        lora = f", {len(self.linears)} linears have LoRA" if self.linears else ""
-        functional = {name or "the model": f"{why}; it cannot be swapped" for name, why in self.functional.items()}
-        return "\n".join(
-            [
-                f"NoRA{'++' if self.linears else ''} {self.adapter!r}: {len(self.activations)} activations became "
-                f"rational functions{lora}; {self.trainable:,} trained parameters, {self.flops:,} FLOPs a token",
-                *(f"  rational   {row}" for row in folded(self.activations)),
-                *(f"  LoRA       {row}" for row in folded(dict.fromkeys(self.linears, ""))),
-                *(f"  skipped    {row}" for row in folded(self.skipped)),
-                *(f"  functional {row}" for row in folded(functional)),
-            ]
-        )
+__all__ = ["NoraActivation", "NoraConfig", "NoraModel", "lora_to_nora"]
 
 
 @register_adapter(NoraConfig)
@@ -80,31 +47,37 @@ class NoraModel(AdapterModel):
     prefix = "lora_"  # of all tensors, since NoRA++ has LoRA's: loading goes by it
     layer_classes: ClassVar[Mapping[str, type[nn.Module]]] = {"linear": NoraLoraLinear, "conv1d": NoraLoraLinear}
 
-    def report(self, adapter_name: str = "default") -> NoraReport:
-        """Return what an adapter replaced, what is skipped and why; raise UserError where there is no such adapter."""
+    def report(self, adapter_name: str = "default") -> AugmentReport:
+        """Return what an adapter replaced, what is skipped and why; raise UserError where there is no such adapter.
+
+        Parameters are without modules_to_save and biases; FLOPs are those of rational functions of a known width.
+        """
         if adapter_name not in self.peft_config:
             raise UserError(f"there is no adapter {adapter_name!r}; there are {', '.join(self.peft_config)}")
         layers = {name: each for name, each in self.model.named_modules() if isinstance(each, AdapterLayer)}
-        mine = {name: layer for name, layer in layers.items() if layer.present([adapter_name])}
-        activations = {
-            name: self._described(layer, adapter_name)
-            for name, layer in mine.items()
-            if isinstance(layer, NoraActivation)
+        details = {
+            name: self._described(each, adapter_name) if isinstance(each, NoraActivation) else "LoRA"
+            for name, each in layers.items()
+            if each.present([adapter_name])
         }
-        seen = survey(self.model)
-        skipped = dict.fromkeys(seen.sites, "not asked for") | seen.skipped()
-        return NoraReport(
-            adapter=adapter_name,
-            activations=activations,
-            linears=[name for name in mine if name not in activations],
-            skipped={name: why for name, why in skipped.items() if name not in activations},
-            functional=seen.functional,
-            flops=sum(each.flops(adapter_name) for each in mine.values() if isinstance(each, NoraActivation)),
-            trainable=sum(
-                each.numel()
-                for layer in mine.values()
-                for name, each in layer.named_parameters()
-                if name.endswith(f".{adapter_name}.weight")
+        seen, sizes = survey(self.model), {name: each.numel() for name, each in self.model.named_parameters()}
+        skipped = {name: site.skipped or "not asked for" for name, site in seen.sites.items()} | seen.skipped()
+        mine = (f".{self.prefix}", f".{adapter_name}.weight")
+        linears = "LoRA" in details.values()
+        return AugmentReport(
+            method="NoRA++" if linears else "NoRA",
+            config=self.peft_config[adapter_name],
+            kind="module" if linears else "activation",
+            settings=[f"adapter {adapter_name!r}"],
+            swapped=list(details),
+            details=details,
+            skipped={name: why for name, why in skipped.items() if name not in details},
+            parameters_before=sum(
+                size for name, size in sizes.items() if mine[0] not in name and ".modules_to_save." not in name
+            ),
+            parameters_added=sum(size for name, size in sizes.items() if mine[0] in name and name.endswith(mine[1])),
+            flops_added=sum(
+                layer.flops(adapter_name) for name in details if isinstance(layer := layers[name], NoraActivation)
             ),
         )
 

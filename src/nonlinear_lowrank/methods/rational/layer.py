@@ -265,8 +265,7 @@ class RationalMethod(Method):
                 "activations as an adapter too (nlr.NoraConfig)"
             )
         targets = {name: _target(name, site, config) for name, site in seen.sites.items()}
-        functions = {name: f"{what}; a function cannot be swapped" for name, what in seen.functional.items()}
-        return Findings(targets=targets, skipped=seen.unfit | functions)
+        return Findings(targets=targets, skipped=seen.skipped())
 
     def check(self, name: str, module: nn.Module, config: Any) -> None:
         if config.width is not None and config.width % config.groups:

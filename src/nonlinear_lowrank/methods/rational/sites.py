@@ -89,8 +89,11 @@ class Survey:
     """Layers of peft's adapters that the model has."""
 
     def skipped(self) -> dict[str, str]:
-        """Return the modules that are not replaced by default, and why."""
-        return {name: site.skipped for name, site in self.sites.items() if site.skipped} | self.unfit
+        """Return what cannot be replaced even on request, and why."""
+        functions = {
+            name or "the model": f"{what}; a function cannot be swapped" for name, what in self.functional.items()
+        }
+        return self.unfit | functions
 
 
 def formula_of(module: nn.Module) -> str | None:
