@@ -109,6 +109,8 @@ class ArmCost:
     parameters: int
     branch_parameters: int
     """Those that methods added."""
+    active_parameters: int | None
+    """All but those of experts that a token does not go through; None: not known."""
     trainable: int
     tokens: int
     """Tokens of a sequence."""
@@ -199,6 +201,7 @@ def arm_cost(model: nn.Module, name: str, sequence_length: int, *, bf16: bool = 
         name=name,
         parameters=one.parameters,
         branch_parameters=one.branch_parameters,
+        active_parameters=one.active_parameters,
         trainable=sum(each.numel() for each in trained.values()),
         tokens=one.sequence_length,
         forward_flops=one.flops,
@@ -360,6 +363,7 @@ def plan_to_json(title: str, plans: Sequence[Layout], config: PlanConfig) -> str
 def _cells(plan: Layout, first: Layout) -> dict[str, str]:
     return {
         "parameters": f"{plan.cost.parameters:,}",
+        "of them active for a token": f"{active:,}" if (active := plan.cost.active_parameters) else "-",
         "of them trained": f"{plan.cost.trainable:,}",
         "FLOPs a token, training": f"{plan.cost.training_flops:,}",
         **{f"{part}, GiB a GPU": _gib(nbytes) for part, nbytes in plan.memory.items()},

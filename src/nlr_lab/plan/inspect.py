@@ -17,13 +17,15 @@ import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nlr_lab.runtime.tables import fold_numbers, number_table, readable_bytes, render_table
 from nonlinear_lowrank.analysis.cost import NUMBERS, LayerCost, ModelCost, model_cost
 from nonlinear_lowrank.analysis.saved import saved_storages
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.surgery.targets import unreached_experts
+from nonlinear_lowrank.methods.experts import projections
+from nonlinear_lowrank.surgery.targets import expert_tensors, unreached_experts
 from nonlinear_lowrank.validation import check_integer, one_line
 
 
@@ -71,7 +73,7 @@ def inspect_model(
     try:
         if not inputs:
             raise UserError(f"give inputs= for the forward pass of a {type(model).__name__}")
-        if isinstance(model, PreTrainedModel) and unreached_experts(model):
+        if isinstance(model, PreTrainedModel) and unreached_experts(model) and not _grouped(model):
             raise UserError("a pass on fake tensors routes no token to an expert; measure a real step")
         kept = _saved_by_module(model, inputs, bf16)
     except Exception as error:  # any model's forward: a pass that needs contents cannot run on fake tensors
@@ -129,6 +131,8 @@ def format_cost(cost: ModelCost, *, every_layer: bool = False, width: int = 120)
             f"{'branches add' if cost.branch_parameters > 0 else 'the method changes'} "
             f"{100 * (cost.parameter_ratio - 1):.2f} % parameters and {100 * (cost.flop_ratio - 1):.2f} % FLOPs"
         )
+    if cost.active_parameters not in (None, cost.parameters):
+        lines.append(f"{cost.active_parameters:,} parameters are active for a token: it goes through some experts only")
     lines.append(f"FLOPs: forward, per token, at sequence length {cost.sequence_length:,}; a multiply-add is 2")
     if cost.kept_bytes is not None:
         lines.append(
@@ -136,6 +140,21 @@ def format_cost(cost: ModelCost, *, every_layer: bool = False, width: int = 120)
             f"{readable_bytes(cost.kept_bytes)} in all; parameters, gradients and optimizer not included"
         )
     return "\n".join(lines + [f"note: {note}" for note in cost.notes])
+
+
+def _grouped(model: PreTrainedModel) -> bool:
+    """Return whether all experts compute by products that are grouped by expert, whichever tokens go where."""
+    held = [module for module in model.modules() if expert_tensors(module)]
+    return model.config._experts_implementation == "grouped_mm" and all(projections(module) for module in held)
+
+
+class _GroupedProducts(TorchDispatchMode):
+    """Give grouped products on fake tensors, of which torch knows the shape in bfloat16 alone."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:
+            return args[0].new_empty(args[0].shape[0], args[1].shape[2])
+        return func(*args, **(kwargs or {}))
 
 
 def _inputs(model: nn.Module, sequence_length: int, batch_size: int) -> dict[str, Tensor]:
@@ -167,7 +186,12 @@ def _patches(model: nn.Module) -> int | None:
 
 def _saved_by_module(model: nn.Module, inputs: Mapping[str, Tensor], bf16: bool) -> Counter[str]:
     """Return bytes by the module that was running when they were first saved."""
-    with FakeTensorMode(allow_non_fake_inputs=True), _training(model), _names_of_running(model) as running:
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _training(model),
+        _names_of_running(model) as running,
+        _GroupedProducts(),
+    ):
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), **inputs}
         fake = {
             name: torch.empty(each.shape, dtype=each.dtype, device="cpu").requires_grad_(each.requires_grad)

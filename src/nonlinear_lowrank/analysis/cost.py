@@ -11,6 +11,7 @@ Nothing is run and nothing is read but shapes, so a model on the meta device wil
 | attention scores and values | 4 x sequence length x heads x head width (the full square; a causal      |
 |                             | kernel that skips its upper half computes half of it)                    |
 | experts held as 3-D tensors | 2 x the weights of those that a token goes through                       |
+| their router                | 2 x its weights                                                          |
 | patch embedding             | 2 x its weights                                                          |
 | everything else             | 0: embeddings look up, norms and activations (rational ones too) are     |
 |                             | elementwise                                                              |
@@ -27,7 +28,7 @@ from typing import Any
 from torch import nn
 
 from nonlinear_lowrank.methods.base import dense_part, method_of_layer
-from nonlinear_lowrank.methods.experts import first_integer
+from nonlinear_lowrank.methods.experts import active_experts, first_integer, projections
 from nonlinear_lowrank.surgery.report import own_flops
 from nonlinear_lowrank.surgery.targets import dense_parts, output_head_names
 from nonlinear_lowrank.validation import check_integer
@@ -72,6 +73,8 @@ class ModelCost:
     """Type of the activations behind `kept_bytes`."""
     notes: list[str] = field(default_factory=list)
     """Modules that could not be counted."""
+    active_parameters: int | None = None
+    """See `active_parameters`."""
 
     # Totals over the rows, of what a LayerCost has.
     parameters = _total("parameters")
@@ -104,6 +107,27 @@ class ModelCost:
 def count_parameters(model: nn.Module, *, trainable: bool = False) -> int:
     """Return the number of parameters, all or the trained ones; tied ones count once."""
     return sum(each.numel() for each in model.parameters() if each.requires_grad or not trainable)
+
+
+def active_parameters(model: nn.Module) -> int | None:
+    """Return the parameters that one token meets: all but those of experts that it does not go through.
+
+    None where nothing says how many experts a token goes through. Embeddings count whole, tied parameters once.
+    """
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    idle: dict[int, int] = {}
+    for module in model.modules():
+        if not projections(module):
+            continue
+        if (active := active_experts(module, text)) is None:
+            return None
+        count: int = module.num_experts  # type: ignore[assignment]
+        for name, each in module.named_parameters():
+            # NOBLE's shared down projection, (r, d_in), may have as many rows as there are experts.
+            if each.ndim > 1 and each.shape[0] == count and not (each.ndim == 2 and name.endswith("_down")):
+                idle[id(each)] = each.numel() // count * (count - min(active, count))
+    return count_parameters(model) - sum(idle.values())
 
 
 def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
@@ -139,6 +163,8 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
             parameters += parameter.numel()
             branch_parameters += parameter.numel() if local in added else 0
         flops = own_flops(module, model) + (own_flops(dense, model) if dense is not module else 0)
+        if _is_router(module):
+            flops += 2 * module.weight.numel()
         if method is not None and parameters and (plain := method.plain(module)) is not None:
             branch_parameters = parameters - plain.parameters
         if id(module) in attention:
@@ -153,7 +179,14 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
             kind, extra = "head" if name in heads else type(module).__name__, method.flops(module) if method else 0
             counts = {"parameters": parameters, "branch_parameters": branch_parameters, "flops": flops}
             rows.append(LayerCost(name=name, kind=kind, branch_flops=extra, **counts))
-    return ModelCost(rows=rows, sequence_length=sequence_length, notes=notes)
+    active = active_parameters(model)
+    return ModelCost(rows=rows, sequence_length=sequence_length, notes=notes, active_parameters=active)
+
+
+def _is_router(module: nn.Module) -> bool:
+    """Return whether a module of transformers' is a router with a weight (experts, d) of its own."""
+    weight = module._parameters.get("weight")
+    return "Router" in type(module).__name__ and weight is not None and weight.ndim == 2
 
 
 def _has_matrix(module: nn.Module, known: Collection[str]) -> bool:

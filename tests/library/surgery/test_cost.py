@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AlbertConfig, LlamaConfig
+from transformers import AlbertConfig, LlamaConfig, MixtralConfig, MixtralForCausalLM
 
 import nonlinear_lowrank as nlr
 from model_helpers import FAMILIES, batch
 from nlr_lab.plan.inspect import format_cost, inspect_model
-from nonlinear_lowrank.analysis.cost import count_parameters, model_cost
+from nonlinear_lowrank.analysis.cost import active_parameters, count_parameters, model_cost
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.methods.noble import layer as noble_layer
 from nonlinear_lowrank.methods.noble.op import noble_linear_reference
@@ -154,3 +154,39 @@ def test_table_and_json_hold_the_totals():
 def test_bad_input_raises():
     assert_refused("sequence_length must be a positive integer", model_cost, nn.Linear(2, 2), 0)
     assert_refused("batch_size must be", inspect_model, AlbertConfig(), 5, 0)
+
+
+@pytest.mark.parametrize("branch", [None, {}, {"expert_down": "shared"}], ids=["plain", "noble", "shared-down"])
+def test_experts_count_as_many_as_a_token_goes_through(branch):
+    d, width, layers, count, active, r = 32, 16, 2, 8, 2, 8
+    config = MixtralConfig(
+        hidden_size=d,
+        intermediate_size=width,
+        num_hidden_layers=layers,
+        vocab_size=50,
+        head_dim=16,
+        num_local_experts=count,
+        num_experts_per_tok=active,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        output_router_logits=True,
+    )
+    model = MixtralForCausalLM(config)
+    if branch is not None:
+        nlr.augment(model, nlr.NobleConfig(rank=r, **branch), include=r".*experts", verbose=False)
+    expert, added, fewer = 3 * d * width, 0, 0
+    if branch is not None:
+        downs = 0 if branch else r * (d + width)
+        added = downs + r * (2 * width + d) + 2 * (r * r + 4 * r)
+        fewer = 2 * r * (d + width + 2 * width + d) + 4 * r * r  # of products
+    idle = layers * (count - active) * (expert + added)
+    one, two = (inspect_model(model, LENGTH, size) for size in (1, 2))
+    assert one.active_parameters == count_parameters(model) - idle == active_parameters(model)
+    router, attention = 2 * count * d, 4 * 2 * d * d + 4 * LENGTH * d
+    assert one.flops == layers * (attention + router + active * (2 * expert + fewer)) + 2 * 50 * d
+    assert not one.notes
+    for cost, size in ((one, 1), (two, 2)):
+        inputs = batch(model, size=size, length=LENGTH)
+        assert cost.kept_bytes == saved_bytes(model.train(), **inputs, labels=inputs["input_ids"])
+    assert f"{one.active_parameters:,} parameters are active" in format_cost(one)
+    assert json.loads(one.to_json())["active_parameters"] == one.active_parameters

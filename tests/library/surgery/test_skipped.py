@@ -217,6 +217,9 @@ def test_experts_held_as_tensors_are_listed_and_counted(capfd):
     assert f"reaches {100 * linears / body:.2f} % of the body's {body:,} parameters" in capfd.readouterr().out
     rows = {row.name: row.flops for row in plain.rows}
     assert rows["model.layers.1.mlp.experts"] == 2 * experts // 4
+    assert model.config._experts_implementation == "grouped_mm"
+    assert inspect_model(model, 8).notes == []
+    model.set_experts_implementation("eager")
     cost = inspect_model(model, 8)
     assert any("routes no token to an expert" in note for note in cost.notes)
     assert "Error" not in capfd.readouterr().err
