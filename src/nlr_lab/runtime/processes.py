@@ -68,6 +68,18 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
+def together(function: Callable[[], Any]) -> None:
+    """Run a function in every process; all raise what it raised in one."""
+    failure = None
+    try:
+        function()
+    except Exception as error:
+        failure = error
+    for fault in gather_objects(failure):
+        if fault is not None:
+            raise fault
+
+
 def largest(*values: int) -> list[int]:
     """Return the largest of each value over all processes; they wait for each other, and for no GPU's work."""
     if not _distributed():

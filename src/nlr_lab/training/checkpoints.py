@@ -1,6 +1,7 @@
 """The files of a checkpoint, a folder `step-000100` that is complete when it has that name.
 
-    config.json, model.safetensors   as save_pretrained writes them, with a modeling file: it loads as a model too;
+    config.json, model.safetensors   as save_pretrained writes them, with a modeling file: it loads as a model too,
+        also where it was sharded: then a file of whole tensors from each process, and an index;
         or adapter_config.json, adapter_model.safetensors    of an adapter, its head with it
         or trainable.safetensors     of a model that is partly frozen: what is trained
     optimizer/*.safetensors          the optimizer's state, a file from each process that has a part of it
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -35,8 +36,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer
 
+from nlr_lab.runtime.processes import on_rank_0
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.classes import in_files
 from nonlinear_lowrank.validation import one_line
@@ -79,6 +82,54 @@ def write_model(folder: Path, model: Any, weights: dict[str, Any]) -> None:
         for name, value in weights.items():  # tied tensors once
             kept.setdefault((value.data_ptr() or name, value.shape), (name, value.contiguous()))
         save_file(dict(kept.values()), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def copied_weights(folder: Path, model: Any, *, rank: int, processes: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Copy this process's share of what a checkpoint holds of a model to the CPU, by file and name in it.
+
+    Other files go into `folder` at once. With several `processes` a share is whole tensors: a sharded one is put
+    together in all processes, one after another, and stays in one of them, so that none ever holds the model, and
+    `from_pretrained` finds shards and an index as of save_pretrained. An adapter is one file. All processes call it.
+    """
+    weights = model.state_dict()
+    laid_out = on_rank_0(lambda: _lay_out(folder, model, weights))
+    share: dict[str, dict[str, torch.Tensor]] = {}
+    for file, names in laid_out.items():
+        shards = 1 if is_adapted(model) else processes
+        places, done, size = dict[str, str](), 0, sum(weights[name].nbytes for name in names.values())
+        for key, name in names.items():
+            owner, tensor = min(done * shards // max(size, 1), shards - 1), weights[name].detach()
+            done += tensor.nbytes
+            places[key] = file if shards == 1 else f"{Path(file).stem}-{owner + 1:05}-of-{shards:05}.safetensors"
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if owner == rank:
+                share.setdefault(places[key], {})[key] = whole.to("cpu", copy=True).contiguous()
+        if shards > 1 and rank == 0:
+            index = {"metadata": {"total_size": size}, "weight_map": places}
+            (folder / file).unlink()
+            (folder / f"{file}.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return share
+
+
+def write_weights(folder: Path, share: Mapping[str, dict[str, torch.Tensor]]) -> None:
+    """Write this process's share of the weights."""
+    for file, tensors in share.items():
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+
+
+def _lay_out(folder: Path, model: Any, weights: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """Write a checkpoint of numbers in the places of tensors; return the names in memory, by file and name there.
+
+    So save_pretrained alone knows names, and which of tied tensors is kept, and need not be called with the weights.
+    """
+    numbers: dict[Any, torch.Tensor] = {}
+    stand_ins, names = {}, list(weights)
+    for number, (name, tensor) in enumerate(weights.items()):
+        place = (_own_part(tensor).data_ptr() or name, tensor.shape)
+        stand_ins[name] = numbers.setdefault(place, torch.tensor(number))
+    write_trained(folder, model, stand_ins)
+    files = sorted(folder.glob("*.safetensors"))
+    return {file.name: {key: names[int(each)] for key, each in load_file(file).items()} for file in files}
 
 
 def write_trained(folder: Path, model: Any, weights: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nlr_lab.runtime.processes import gather_objects, on_rank_0
+from nlr_lab.runtime.processes import on_rank_0, together
 from nlr_lab.runtime.storage import read_manifest
 from nonlinear_lowrank.errors import UserError
 
@@ -66,14 +66,7 @@ def check_readable(folder: Path, checkpoints: Path, *, deepspeed: bool, processe
 
 def write_engine(engine: Any, folder: Path, *, adapted: bool) -> None:
     """Write the engine's checkpoint; raise in every process where it failed in one. All processes call it."""
-    failure = None
-    try:
-        engine.save_checkpoint(str(folder), exclude_frozen_parameters=adapted)
-    except Exception as error:
-        failure = error
-    for fault in gather_objects(failure):
-        if fault is not None:
-            raise fault
+    together(lambda: engine.save_checkpoint(str(folder), exclude_frozen_parameters=adapted))
 
 
 def gathered_weights(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:

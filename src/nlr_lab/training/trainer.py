@@ -19,7 +19,7 @@ from torch.utils.data._utils import signal_handling
 from transformers import Trainer, TrainerCallback, set_seed
 
 from nlr_lab.runtime.environment import OutOfTimeError
-from nlr_lab.runtime.processes import gather_objects, largest, on_rank_0
+from nlr_lab.runtime.processes import gather_objects, largest, on_rank_0, together
 from nlr_lab.runtime.signals import StoppedBySignal, StopRequest
 from nlr_lab.runtime.storage import disk_errors, prune, step_folders
 from nlr_lab.tasks.task import Batch, scores_of_examples
@@ -347,7 +347,6 @@ class RunTrainer(Trainer):
         plain, step = self.plain_model(), self.state.global_step
         if not all(gather_objects(files.is_finite(plain))):  # a loss can be finite, and its gradient not
             raise self._diverged(step)
-        weights = None if self.is_deepspeed_enabled else files.whole_weights(self)
         states = gather_objects(files.random_state(self.args.device))
         # Of the training curve's entry that is not closed: a signal does not wait for it.
         window = {"losses": gather_objects(self._tr_loss.item()), "since": self._globalstep_last_logged}
@@ -363,11 +362,12 @@ class RunTrainer(Trainer):
             if self.is_deepspeed_enabled:
                 deepspeed.write_engine(self.model_wrapped, folder, adapted=is_adapted(plain))
             else:
+                shards = self.args.world_size if self.is_fsdp_enabled else 1
+                share = files.copied_weights(folder, plain, rank=self.args.process_index, processes=shards)
+                together(lambda: files.write_weights(folder, share))
                 groups = files.write_optimizer(folder, self.model, self.optimizer)
 
             def finish() -> None:
-                if weights is not None:
-                    files.write_trained(folder, plain, weights)
                 state = {"groups": groups, "scheduler": self.lr_scheduler.state_dict(), "random": states}
                 state["window"] = window
                 (folder / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")

@@ -140,7 +140,14 @@ def test_two_processes_train_as_one_and_resume(root, mode, monkeypatch):
         assert torch.equal(value, weights[name]), name
     checkpoint = root / mode / "chain" / "checkpoints" / "step-000008"
     assert len(list(checkpoint.glob("optimizer/*.safetensors"))) == 2, "each process writes its part"
+    shards = [load_file(each) for each in sorted(checkpoint.glob("model*.safetensors"))]
+    assert len(shards) == (2 if mode == "fsdp2" else 1), "sharded weights are gathered in no process"
+    assert all(shards)
+    saved = {name: value for each in shards for name, value in each.items()}
+    assert saved.keys() == weights.keys()
     assert load_model(checkpoint) is not None
+    last = [load_file(each) for each in sorted((checkpoint.parent / "step-000012").glob("model*.safetensors"))]
+    assert all(torch.equal(value, weights[name]) for each in last for name, value in each.items())
     monkeypatch.undo()
     cut_back(root / mode / "chain", root / mode / "back", 8)  # and of two with one
     torch.set_default_dtype(torch.float64)
