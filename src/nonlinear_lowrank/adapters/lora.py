@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Role
 
-from .quantized import Kept, unpack
+from .quantized import Kept
 from .weights import AdapterLayer
 
 _WHATS = {
@@ -57,7 +57,6 @@ class LoraLayer(AdapterLayer):
             return self._kept.weight()
         base = self.get_base_layer()
         if self.quantization_backend is not None:
-            unpack(base)
             return self.quantization_backend.get_base_weight(base).detach()
         return read_parameter(base, self.weight_name)
 

@@ -31,22 +31,12 @@ def backend_of(base: nn.Module, model_options: Mapping[str, Any]) -> Quantizatio
     return backend
 
 
-def keep_unpacked(base: nn.Module) -> None:
-    """Undo a 4-bit weight's packing and have it never packed again; the module then computes as with a gradient."""
-    unpack(base)
+def keep_unpacked(base: Any) -> None:
+    """Undo what no-grad forwards do to a 4-bit weight on some CPUs, and have the module never do it again."""
     if getattr(base, _PACKS, False):
         setattr(base, _PACKS, False)
-
-
-def unpack(base: Any) -> None:
-    """Undo, in place, what a no-grad forward did to a 4-bit weight on this kind of CPU; else nothing.
-
-    Called before a weight is read, too: versions of bitsandbytes without a switch to turn off pack it all the same.
-    """
-    weight = base.weight
-    state = getattr(weight, "quant_state", None)
-    if getattr(state, "packing_format_for_cpu", False):
-        weight.data, weight.quant_state = _unpacked(weight.data, state)
+        if getattr(base.weight.quant_state, "packing_format_for_cpu", False):
+            base.weight.data, base.weight.quant_state = _unpacked(base.weight.data, base.weight.quant_state)
 
 
 class Kept:
@@ -90,8 +80,8 @@ class Kept:
         """Return the weight in float, on the module's device; not to be written to."""
         if self._backend is None:
             return self._weight.to(self._device)
-        base: Any = SimpleNamespace(weight=self._copied(self._weight, self._device), state=SimpleNamespace(SCB=None))
-        unpack(base)
+        state = SimpleNamespace(SCB=None)
+        base: Any = SimpleNamespace(weight=self._copied(self._weight, self._device), state=state)
         return self._backend.get_base_weight(base)
 
     def restore(self, base: Any) -> None:

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
 from nonlinear_lowrank.ops.derivatives import transformed
-from nonlinear_lowrank.ops.precision import autocast_input
+from nonlinear_lowrank.ops.precision import autocast_input, wide_dtype
 from nonlinear_lowrank.ops.sine import (
     SineFactors,
     dora_norm,
@@ -61,7 +61,9 @@ class SineLayer(LoraLayer):
             nn.init.uniform_(down, -(down.shape[-1] ** -0.5), down.shape[-1] ** -0.5)
             nn.init.normal_(up, std=(3 * down.shape[-1] / self.r[name]) ** 0.5 / config.omega)
         if config.use_dora:
-            self.lora_magnitude_vector[name] = AdapterTensor(nn.Parameter(up.new_empty(up.shape[0])))
+            self.lora_magnitude_vector[name] = AdapterTensor(
+                nn.Parameter(up.new_empty(up.shape[0], dtype=wide_dtype(up)))
+            )
             self.reset_magnitude(name)
 
     def factors(self, name: str) -> SineFactors:
@@ -86,13 +88,11 @@ class SineLayer(LoraLayer):
         if not magnitude.is_meta:
             magnitude.copy_(self._lengths())
 
-    @torch.no_grad()
-    def magnitude_is_narrow_and_untrained(self, name: str) -> bool:
-        """Return whether an adapter's magnitude is just these lengths, rounded to a 16-bit type."""
-        magnitude = self.lora_magnitude_vector[name].weight if name in self.lora_magnitude_vector else None
-        if magnitude is None or magnitude.is_meta or magnitude.dtype not in (torch.bfloat16, torch.float16):
-            return False
-        return torch.equal(magnitude, self._lengths().to(magnitude.dtype))
+    def narrow(self, name: str) -> None:
+        """See `AdapterLayer`; of the magnitude, which starts as exact lengths."""
+        if name in self.lora_magnitude_vector:
+            own = self.lora_magnitude_vector[name]
+            own.weight.data = own.weight.data.to(self.matrices(name)[0].dtype)
 
     def _lengths(self) -> Tensor:
         """Return (d_out), computed as the operators do, for the same bits."""

@@ -146,9 +146,11 @@ class CheckedTuner(BaseTuner):
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
         trained = {name for name, tensor in self.named_parameters() if tensor.requires_grad}
         super()._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
-        # The cast tensors are new ones, which are trained unless told otherwise.
-        for name, tensor in self.named_parameters():
+        for name, tensor in self.named_parameters():  # peft makes new ones of an embedding's, which are trained
             tensor.requires_grad_(name in trained)
+        for layer in self.model.modules() if not autocast_adapter_dtype else ():
+            if isinstance(layer, AdapterLayer):
+                layer.narrow(adapter_name)
 
     # Merging.
 

@@ -28,7 +28,7 @@ from nonlinear_lowrank.methods.base import MultiplierLayer, Role
 from nonlinear_lowrank.methods.matrix import matrix_of
 
 from .config import BASE_ROWS, AdapterConfig
-from .quantized import backend_of, keep_unpacked, unpack
+from .quantized import backend_of, keep_unpacked
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -67,6 +67,9 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
         """
         raise NotImplementedError
 
+    def narrow(self, name: str) -> None:
+        """Give an adapter's tensors that are drawn wide the base's type, with autocast_adapter_dtype=False."""
+
     def unmerge(self) -> None:
         """Put the base back as it was, to the bit; do nothing where nothing is merged."""
 
@@ -81,8 +84,6 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
         `adapter_names` has one adapter a row of x, or "__base__" for none, instead; UserError where they do not fit x,
         or adapters are merged.
         """
-        if self.quantization_backend is not None and torch.is_grad_enabled():
-            unpack(self.get_base_layer())  # or its gradient with respect to x is lost
         if self.disable_adapters and self.merged:
             self.unmerge()
         if adapter_names is not None and not self.disable_adapters:

@@ -202,13 +202,6 @@ class NoraModel(AdapterModel):
         if isinstance(new_module, NoraActivation) and new_module.num_experts:
             tell_rows(self.model, parent)
 
-    def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
-        super()._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
-        if not autocast_adapter_dtype:  # drawn in float32: rounded coefficients would move the start
-            for module in self.model.modules():
-                if isinstance(module, NoraActivation):
-                    module.narrow(adapter_name)
-
     # Merging.
 
     def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> Any:

@@ -237,7 +237,7 @@ class NoraActivation(TensorLayer):
     out_features = in_features
 
     def narrow(self, name: str) -> None:
-        """Give an adapter's tensors the type of the linear in front, with autocast_adapter_dtype=False."""
+        """See `AdapterLayer`: rounded coefficients would move the start, so all are drawn wide."""
         weight = getattr(self._neighbour[0], "weight", None)
         for tensors in (getattr(self, each) for each in self.adapter_layer_names):
             if name in tensors and isinstance(weight, Tensor) and weight.is_floating_point():

@@ -247,19 +247,6 @@ class SineLoraModel(CheckedTuner, LoraModel):
             "base_model.set_adapter([...]), or make them LoRA's with convert_to_lora first"
         )
 
-    def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
-        layers = [module for module in self.model.modules() if isinstance(module, SineLayer)]
-        # Drawn in a low-precision base's type, lengths are rounded; once they are wide they can be exact, and the
-        # adapted model starts bit-equal to its base. peft also calls this after an adapter was loaded.
-        untrained = [layer for layer in layers if layer.magnitude_is_narrow_and_untrained(adapter_name)]
-        super()._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
-        for layer in untrained:
-            layer.reset_magnitude(adapter_name)
 
-
-CONFIG_KEYS_TO_CHECK[PeftType(SineLoraConfig.type_name)] = [
-    *CONFIG_KEYS_TO_CHECK[PeftType.LORA],
-    "omega",
-    "gain",
-    "omega_pattern",
-]
+_KEYS = ["omega", "gain", "omega_pattern"]
+CONFIG_KEYS_TO_CHECK[PeftType(SineLoraConfig.type_name)] = CONFIG_KEYS_TO_CHECK[PeftType.LORA] + _KEYS
