@@ -159,6 +159,12 @@ def lose_reader(model: nn.Module, at: int = 1) -> nn.Module:
     return before_training(model, at, kill) if os.environ.get("NLR_TEST_FAULT") else model
 
 
+def break_graph(model: nn.Module) -> nn.Module:
+    """The model cannot be compiled into one graph with its hook."""
+    model.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+    return model
+
+
 def jump_clock(model: nn.Module) -> nn.Module:
     """With NLR_TEST_FAULT the time of day is another in every step: days, hours and minutes on or back."""
     if os.environ.get("NLR_TEST_FAULT"):

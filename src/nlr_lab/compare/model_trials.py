@@ -123,7 +123,9 @@ def training_step(recipe: Recipe, arm: Arm, prepared: Any) -> Callable[[], None]
         enable({"use_reentrant": False})
     kind, settings = optimizer_settings(model, recipe, arm, _RATE, device)
     optimizer = kind(**settings)
-    forward: Any = torch.compile(model) if train.compile else model
+    forward: Any = model
+    if train.compile:
+        forward = torch.compile(model, mode=train.compile_mode, fullgraph=train.compile_fullgraph)
     size = max(1, train.batch_size // (world_size() * train.gradient_accumulation))
     items = [prepared.train[index % len(prepared.train)] for index in range(size)]
     batch = {name: value.to(device) for name, value in prepared.collate_training(items).items()}

@@ -14,6 +14,7 @@ import torch
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import versions
+from nonlinear_lowrank.validation import one_line
 
 from .bounds import RESERVE, free_memory
 from .processes import world_size
@@ -131,6 +132,9 @@ def many_compiled(wanted: bool = True, *, lengths_vary: bool = False) -> Iterato
     class, so of one function: arms from the eighth form on would be timed and trained uncompiled beside compiled ones.
     Nor are shapes made general once they have been seen to differ: what is compiled does not depend on what ran before,
     nor on where a run was resumed. Where `lengths_vary` one form serves batches of all lengths.
+
+    Raises:
+        UserError: a model that must be one graph is not.
     """
     if not wanted:
         yield
@@ -141,7 +145,12 @@ def many_compiled(wanted: bool = True, *, lengths_vary: bool = False) -> Iterato
         automatic_dynamic_shapes=False,
         assume_static_by_default=not lengths_vary,
     ):
-        yield
+        try:
+            yield
+        except torch._dynamo.exc.Unsupported as error:  # without fullgraph the graph would be broken there
+            what = str(error).partition("Developer debug context")[0]
+            hint = "omit --train.compile-fullgraph, or change that code"
+            raise UserError(f"the model does not compile to one graph: {one_line(ValueError(what))}; {hint}") from error
 
 
 def _processor() -> str:

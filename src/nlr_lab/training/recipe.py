@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .arms import Arm
 
 Optimizer = Literal["adamw", "muon"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 Schedule = Literal["linear", "cosine", "constant", "wsd"]
 
 
@@ -69,6 +70,10 @@ class TrainConfig:
     """Compute activations again in the backward pass, a block at a time: less memory, a third more time."""
     compile: bool = False
     """torch.compile the model."""
+    compile_mode: CompileMode = "default"
+    """torch.compile's mode: "reduce-overhead" replays CUDA graphs, "max-autotune" times kernels first too."""
+    compile_fullgraph: bool = False
+    """Compile to one graph, or end the run with what breaks it."""
     deterministic: bool = False
     """Only kernels that repeat their bits (cuDNN's and cuBLAS's too), or an error that names the operation without
     one: on a GPU runs then repeat bit by bit, more slowly. A CPU's do anyway, at the same number of threads."""
@@ -109,6 +114,15 @@ class TrainConfig:
             check_number(name, getattr(self, name), minimum=0)
         if self.fp8 and not self.bf16:
             raise UserError("fp8 is for the dense linears of a run in bfloat16; set bf16 too")
+        check_choice("compile_mode", self.compile_mode, get_args(CompileMode))
+        if (self.compile_fullgraph or self.compile_mode != "default") and not self.compile:
+            raise UserError("compile_mode and compile_fullgraph are of a compiled run; set compile too")
+        if self.gradient_accumulation > 1 and self.compile_mode in ("reduce-overhead", "max-autotune"):
+            # A replayed graph writes where the gradients of the micro-batch before are (pytorch issue 169545).
+            raise UserError(
+                f"compile_mode {self.compile_mode!r} replays CUDA graphs, which lose accumulated gradients; set "
+                "gradient_accumulation to 1, or compile_mode to 'max-autotune-no-cudagraphs'"
+            )
         if self.seed >= 2**31:
             raise UserError(f"seed must be below 2**31, got {self.seed}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

@@ -174,6 +174,8 @@ def run_training(
 def _surroundings(train: TrainConfig) -> Iterator[None]:
     """Process-wide settings of one run, put back after it: a comparison has many runs in one process."""
     environment, bars = dict(os.environ), logging.is_progress_bar_enabled()
+    if train.compile_fullgraph:  # accelerate's; TrainingArguments have no field for it
+        os.environ["ACCELERATE_DYNAMO_USE_FULLGRAPH"] = "true"
     logging.disable_progress_bar()  # of milliseconds, whenever a model is saved
     try:
         with cpu_threads(train.threads), deterministic(train.deterministic):
@@ -238,6 +240,7 @@ def training_arguments(recipe: Recipe, out: Path) -> TrainingArguments:
             max_grad_norm=train.max_grad_norm,
             bf16=train.bf16 and not _uses_deepspeed(),
             torch_compile=train.compile,
+            torch_compile_mode=train.compile_mode if train.compile else None,
             seed=train.seed,
             # Our callback says when.
             logging_strategy="no",

@@ -4,6 +4,7 @@ models of one class, or batches of as many lengths, of which none falls back to 
 The backend only traces: what is looked at is which models are compiled, not what Inductor makes of them.
 """
 
+import os
 import random
 
 import pytest
@@ -18,6 +19,8 @@ from nlr_lab.bench.decode import DecodeBenchConfig, bench_decode
 from nlr_lab.bench.training import TrainBenchConfig, bench_step
 from nlr_lab.compare import compare
 from nlr_lab.training import Arm, run_training
+from nonlinear_lowrank.errors import UserError
+from training_helpers import FakeText, make_recipe
 
 SMALL = ModelBenchConfig(width=32, layers=1, heads=2, hidden=48, vocab_size=67, ranks=(4,), family="llama")
 SHARED = ModelBenchConfig(width=32, layers=1, heads=2, hidden=48, vocab_size=67, ranks=(4,), share_down="qkv")
@@ -132,6 +135,47 @@ def test_comparison_of_trained_models_is_compiled(compiled, tmp_path):
     compare(recipe, tmp_path / "out", arms=arms, seeds=1, tune_lr=(), timing_rounds=0, quiet=True)
     met, ok = compiled()
     assert met == ok >= 2 * len(arms)  # for training and for evaluation
+
+
+@pytest.mark.parametrize("arm", ["noble:rank=4", "sine-lowrank:rank=4", "rational:groups=4", "nonlinear-query"])
+def test_a_run_compiles_to_one_graph_in_the_mode_asked_for(compiled, monkeypatch, tmp_path, arm):
+    asked, compile_it = [], torch.compile
+
+    def noted(model, **options):
+        asked.append((options["mode"], options["fullgraph"]))
+        return compile_it(model, **options)
+
+    monkeypatch.setattr(torch, "compile", noted)
+    settings = {"compile": True, "compile_mode": "reduce-overhead", "compile_fullgraph": True, "bf16": True}
+    run_training(
+        make_recipe(arm, steps=1, warmup_steps=0, **settings), tmp_path / "out", prepared=FakeText(), quiet=True
+    )
+    assert set(asked) == {("reduce-overhead", True)}
+    assert "ACCELERATE_DYNAMO_USE_FULLGRAPH" not in os.environ
+
+
+def test_a_broken_graph_ends_the_run_only_where_one_graph_is_asked_for(compiled, tmp_path):
+    arm = "training_helpers:break_graph"
+    settings = {"steps": 1, "warmup_steps": 0, "compile": True}
+    with pytest.raises(UserError, match=r"not compile to one graph: .*graph_break.*omit --train\.compile-fullgraph"):
+        run_training(
+            make_recipe(arm, compile_fullgraph=True, **settings), tmp_path / "one", prepared=FakeText(), quiet=True
+        )
+    run_training(make_recipe(arm, **settings), tmp_path / "broken", prepared=FakeText(), quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "hint"),
+    [
+        ({"compile_mode": "reduce-overhead"}, "set compile too"),
+        ({"compile_fullgraph": True}, "set compile too"),
+        ({"compile": True, "compile_mode": "fast"}, "compile_mode"),
+        ({"compile": True, "compile_mode": "max-autotune", "gradient_accumulation": 2}, "gradient_accumulation to 1"),
+    ],
+)
+def test_settings_of_torch_compile_that_do_not_go_together_are_refused(settings, hint):
+    with pytest.raises(UserError, match=hint):
+        make_recipe(**settings)
 
 
 def test_one_form_for_batches_of_all_lengths(compiled, tmp_path, monkeypatch):
