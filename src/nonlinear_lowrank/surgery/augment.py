@@ -21,6 +21,7 @@ from nonlinear_lowrank.methods.base import (
 from nonlinear_lowrank.methods.experts import tell_rows
 from nonlinear_lowrank.methods.matrix import replace_modules
 
+from .attention import unfused
 from .report import AugmentReport, measure_plain
 from .targets import Patterns, choose_found, choose_linears, expert_tensors, holds_numbers
 
@@ -44,8 +45,9 @@ def augment(
     With a `RationalConfig` these are the activation modules, except those of poolers and heads unless `include` names
     them, and each starts as its own function. With any other config they are every `nn.Linear` and transformers
     `Conv1D` but the output head (anything outside a transformers model's backbone, tied to an embedding, or named like
-    a head) and, unless `include` names it, what another method has replaced or this one has no use for. Checks come
-    first: when an error is raised, the model is as it was. A method that discards loaded weights warns of it.
+    a head) and, unless `include` names it, what another method has replaced or this one has no use for. An
+    `nn.MultiheadAttention` counts as its linears q_proj, k_proj, v_proj and out_proj (`surgery.attention`). Checks
+    come first: when an error is raised, the model is as it was. A method that discards loaded weights warns of it.
 
     Args:
         model: any module; a transformers model also becomes saveable with its branches.
@@ -78,33 +80,33 @@ def augment(
 
     report = AugmentReport(method=method.name, config=config, kind=method.kind)
     found = method.find(model, config)
-    if found is None:
-        # With a budget there is a rank for every linear but those of width 1.
-        lowest = config if budget is None or not method.budgeted else replace(config, rank_ratio=1e-9)
-        names, report.skipped = choose_linears(model, method, lowest, include, exclude, select)
-    else:
-        for option, given in (("select", select), ("budget", budget)):
-            if given is not None:
-                raise UserError(f"{method.name} replaces {method.kind}s, and {option}= is for linears; omit it")
-        names, report.skipped = choose_found(model, method, found, include, exclude)
-    measure_plain(report, model, names)
-    if budget is not None:
-        from .budget import config_within
+    with unfused(model, found is None) as fused:
+        if found is None:
+            # With a budget there is a rank for every linear but those of width 1.
+            lowest = config if budget is None or not method.budgeted else replace(config, rank_ratio=1e-9)
+            names, report.skipped = choose_linears(model, method, lowest, include, exclude, select)
+            report.skipped |= fused
+        else:
+            for option, given in (("select", select), ("budget", budget)):
+                if given is not None:
+                    raise UserError(f"{method.name} replaces {method.kind}s, and {option}= is for linears; omit it")
+            names, report.skipped = choose_found(model, method, found, include, exclude)
+        measure_plain(report, model, names)
+        if budget is not None:
+            from .budget import config_within
 
-        modules = {name: model.get_submodule(name) for name in names}
-        config = config_within(budget, method, config, modules, report.parameters_before, report.flops_before)
-    config = report.config = method.complete(model, config, names)
-    report.settings = method.settings(config)
-    configs = {name: config if found is None else found.targets[name].config for name in names}
-    for name in names:
-        _check(name, model, method, configs[name])
-    if _was_loaded(model) and method.discards(config):
-        warnings.warn(
-            f"{method.name} puts new, random weights in the place of {len(names)} trained ones; train the model anew",
-            stacklevel=2,
-        )
+            modules = {name: model.get_submodule(name) for name in names}
+            config = config_within(budget, method, config, modules, report.parameters_before, report.flops_before)
+        config = report.config = method.complete(model, config, names)
+        report.settings = method.settings(config)
+        configs = {name: config if found is None else found.targets[name].config for name in names}
+        for name in names:
+            _check(name, model, method, configs[name])
+        if _was_loaded(model) and method.discards(config):
+            places = f"in the place of {len(names)} trained ones"
+            warnings.warn(f"{method.name} puts new, random weights {places}; train the model anew", stacklevel=2)
 
-    layers = _swap(model, method, configs)
+        layers = _swap(model, method, configs)
     for name, layer in layers.items():
         if found is not None and (device := found.targets[name].device) is not None:
             layer.to(device)

@@ -281,7 +281,7 @@ def bypassed_linears(model: nn.Module) -> dict[str, Bypass]:
             # From further away a name alone may mean another module.
             own = ".".join(parts[-1:] if place < 2 else parts[-2:])
             tensors = taken[reader][0].get(own)
-            if tensors and not _is_switched_off(modules[reader], own):
+            if tensors and not _is_switched_off(modules[reader]):
                 found[name] = _bypass(modules[reader], tensors, called)
                 break
     return found
@@ -294,10 +294,12 @@ def _bypass(reader: nn.Module, tensors: set[str], called: bool) -> Bypass:
     return Bypass(why + " on one of its paths" * called, not called)
 
 
-def _is_switched_off(reader: nn.Module, own: str) -> bool:
+def _is_switched_off(reader: nn.Module) -> bool:
     """Return whether this module's settings never enter the path that takes a child's tensors."""
+    if isinstance(reader, nn.TransformerEncoder):
+        return True  # it looks at their devices
     if isinstance(reader, nn.TransformerEncoderLayer):
-        return not reader.activation_relu_or_gelu and own != "out_proj"
+        return not (reader.activation_relu_or_gelu and getattr(reader.self_attn, "_qkv_same_embed_dim", True))
     return getattr(reader, "pretraining_tp", None) == 1  # Bloom's, of checkpoints made by several devices
 
 
@@ -332,7 +334,7 @@ def why_bypassed(name: str, attribute: str, parent: nn.Module, grandparent: nn.M
         why = "is bypassed in inference by nn.TransformerEncoderLayer's fused path"
         return f"{name} {why}; set activation_relu_or_gelu = 0 on the layer"
     readers = [each for each in (parent, grandparent) if each is not None]
-    if isinstance(parent, _CONTAINERS) or any(attribute in _names_read(reader) for reader in readers):
+    if isinstance(parent, _CONTAINERS) or any(attribute in names_read(reader) for reader in readers):
         return ""
     why = f"is bypassed: the forward of {type(parent).__name__} does not call it (a fused MLP?)"
     return f"{name} {why}; use the unfused model"
@@ -346,7 +348,7 @@ def functions_called(module: nn.Module) -> str:
     holds = [f"holds the function {_FUNCTIONS[value]} as .{key}" for key, value in own]
     if type(module).__module__.startswith("torch.nn."):
         return ", ".join(holds)
-    read = _names_read(module) - set(module._modules)
+    read = names_read(module) - set(module._modules)
     called = sorted(read & _ACTIVATIONS)
     words = [f"calls {', '.join(called)}"] if called else []
     words += ["looks its activation up in its forward"] if read & _TABLES else []
@@ -384,6 +386,6 @@ def _own_methods(cls: type, name: str) -> list[Any]:
     return [value for each in own if callable(value := each.__dict__.get(name))]
 
 
-def _names_read(module: nn.Module) -> set[str]:
+def names_read(module: nn.Module) -> set[str]:
     """Return every global and attribute name in a module's code."""
     return {name for code in _codes(module) for name in code.co_names}

@@ -72,6 +72,7 @@ class Tied(nn.Module):
         self.embedding, self.first = nn.Embedding(11, 16), nn.Linear(16, 16)
         self.again = self.first
         self.attention = nn.MultiheadAttention(16, 2)
+        self.attention.register_forward_hook(lambda *_: None)  # so that it stays torch's
         self.output = nn.Linear(16, 11, bias=False)
         self.output.weight = self.embedding.weight
         self.classifier = nn.Linear(16, 3)
@@ -101,7 +102,12 @@ MODELS = {
     "tied": (
         Tied,
         ["first"],
-        {"attention.out_proj": "without calling it", "output": "tied to an", "classifier": "named like an output head"},
+        {
+            "attention.out_proj": "without calling it",
+            "attention": "has hooks",
+            "output": "tied to an",
+            "classifier": "named like an output head",
+        },
         r"attention\.out_proj would have no effect",
     ),
 }
@@ -156,8 +162,10 @@ def test_branches_that_get_no_gradient_are_warned_of_at_the_first_step():
 
 
 @every_method
-def test_encoder_layers_of_torch_are_refused_with_the_fix(config):
+def test_encoder_layers_whose_attention_stays_torchs_are_refused_with_the_fix(config):
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+    for layer in encoder.layers:
+        layer.self_attn.register_forward_hook(lambda *_: None)
     with pytest.raises(UserError, match=r"nothing to swap .*set activation_relu_or_gelu = 0 on that layer"):
         nlr.augment(encoder, config, verbose=False)
     with pytest.raises(UserError, match="would have no effect"):
