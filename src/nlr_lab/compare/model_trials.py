@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from nlr_lab.bench.timing import interleaved_step_times
 from nlr_lab.runtime.environment import cpu_threads, many_compiled
 from nlr_lab.runtime.processes import on_rank_0, world_size
-from nlr_lab.training.arms import Arm
-from nlr_lab.training.methods import WideMlp, mlp_width
+from nlr_lab.training.arms import ARM_METHODS, Arm
+from nlr_lab.training.methods import Sized, mlp_width
 from nlr_lab.training.recipe import Recipe, TrainConfig
 from nlr_lab.training.result import stability
 from nlr_lab.training.run import (
@@ -29,7 +29,7 @@ from nlr_lab.training.run import (
     run_training,
     training_arguments,
 )
-from nonlinear_lowrank.analysis.cost import model_cost
+from nonlinear_lowrank.analysis.cost import active_parameters, model_cost
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.sine import SineLowRankLinear
 
@@ -43,7 +43,6 @@ _WARMUP = 3
 # Time does not depend on the learning rate, but at the recipe's own a model that sees one batch again and again
 # may blow up, and arithmetic on subnormal or infinite numbers has other speeds.
 _RATE = 1e-6
-_WIDE = WideMlp.name
 _WIDEST = 4096  # times the plain width: so far a match is looked for beyond the guess
 
 
@@ -67,6 +66,9 @@ def measure_arms(
         model = _build(recipe, arm, prepared)
         found.parameters[arm.name] = count_parameters(model)
         found.trainable[arm.name] = count_parameters(model, trainable=True)
+        found.active[arm.name] = active = active_parameters(model)
+        if active is not None and active < (total := found.parameters[arm.name]):
+            found.notes.append(f"`{arm.name}`: {active:,} of {total:,} parameters are active for a token.")
         # Of a pretrained model, what is trained says more than a forward pass.
         found.flops[arm.name] = None if recipe.task.pretrained else forward_flops(model, recipe, prepared)
         if found.flops[arm.name] is None and not recipe.task.pretrained:
@@ -103,7 +105,14 @@ def forward_flops(model: nn.Module, recipe: Recipe, prepared: Any) -> float | No
     def in_place(into: torch.Size, left: torch.Size, right: torch.Size, **_: Any) -> int:
         return 2 * left[0] * left[1] * right[1]
 
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place})
+    # Nor products of rows with the matrix of their expert.
+    def grouped(rows: torch.Size, weights: torch.Size, *_: Any, **__: Any) -> int:
+        return 2 * rows[0] * rows[1] * weights[2]
+
+    known = {torch.ops.aten.addmm_: in_place, torch.ops.aten._grouped_mm: grouped}
+    counter = FlopCounterMode(
+        display=False, custom_mapping={**known, torch.ops.transformers.grouped_mm_fallback: grouped}
+    )
     try:
         # The fused attention of the CPU is unknown to the counter; its plain formula is two products.
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
@@ -276,7 +285,7 @@ def _last_tenth(curve: Curve, steps: int) -> float | None:
 
 
 def resolve_matches(recipe: Recipe, arms: Sequence[Arm]) -> list[Arm]:
-    """Give every `wide-mlp:match=ARM` the smallest width with no fewer parameters, or forward FLOPs, than that arm has.
+    """Give `wide-mlp:match=ARM` and `moe:match=ARM` the smallest width with no fewer parameters, or forward FLOPs.
 
     Without such a baseline a gain may be nothing but more parameters (or more arithmetic) than the baseline has. The
     width is found before anything is trained, on models without memory. Both counts grow with the MLP's width, along a
@@ -313,7 +322,7 @@ def _match_note(recipe: Recipe, arm: Arm, measured: Measurement) -> str:
     """Return a sentence for the report."""
     own, plain = _own(arm), mlp_width(recipe.task.build_on_meta())
     by, counts = "parameters", dict[str, float | None](measured.parameters)
-    if own.get("by") == "flops":
+    if _by(arm) == "flops":
         by, counts = "FLOPs per token", measured.flops
     mine, other = counts[arm.name], counts[own["match"]]
     shown = "" if mine is None or other is None else f": {mine:,.0f} for {other:,.0f}"
@@ -324,10 +333,13 @@ def _match_note(recipe: Recipe, arm: Arm, measured: Measurement) -> str:
 
 
 def _matching_width(recipe: Recipe, arm: Arm, target: Arm) -> int:
-    by = _own(arm).get("by", "parameters")
-    # Refused where the model's MLPs are not known, or it is a pretrained one.
-    apply_arm(recipe, Arm(method=_WIDE, settings={"hidden": 1}), recipe.task.build_on_meta())
-    plain, wanted = mlp_width(recipe.task.build_on_meta()), _count(recipe, target, by)
+    name, by = _sized(arm), _by(arm)
+    kind: Any = ARM_METHODS[name]
+    plain = kind.width(recipe.task.build_on_meta())
+    # Refused where the model's blocks are not known, or it is a pretrained one.
+    own = {key: value for key, value in _own(arm).items() if key not in ("match", "by")}
+    apply_arm(recipe, Arm(method=name, settings={**own, "hidden": plain}), recipe.task.build_on_meta())
+    wanted = _count(recipe, target, by)
 
     @functools.cache
     def count(hidden: int) -> int:
@@ -394,13 +406,22 @@ def _count(recipe: Recipe, arm: Arm, by: str) -> int:
     return cost.flops
 
 
+def _sized(arm: Arm) -> str:
+    """The part of an arm whose width can be matched; empty where it has none."""
+    return next((name for name in arm.method.split("+") if isinstance(ARM_METHODS.get(name), Sized)), "")
+
+
 def _own(arm: Arm) -> dict[str, Any]:
-    """The settings of an arm's wider MLP; empty where it has none."""
-    if arm.method == _WIDE:
-        return arm.settings
-    return arm.settings.get(_WIDE, {}) if _WIDE in arm.method.split("+") else {}
+    """The settings of that part."""
+    return arm.settings if arm.method == _sized(arm) else arm.settings.get(_sized(arm), {})
+
+
+def _by(arm: Arm) -> str:
+    """The count that is matched."""
+    kind: Any = ARM_METHODS[_sized(arm)]
+    return str(_own(arm).get("by", kind.by))
 
 
 def _with_hidden(arm: Arm, hidden: int) -> Arm:
-    settings = {**_own(arm), "hidden": hidden}
-    return replace(arm, settings=settings if arm.method == _WIDE else {**arm.settings, _WIDE: settings})
+    name, settings = _sized(arm), {**_own(arm), "hidden": hidden}
+    return replace(arm, settings=settings if arm.method == name else {**arm.settings, name: settings})

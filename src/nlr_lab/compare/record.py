@@ -148,6 +148,8 @@ class ArmRecord:
     parameters: int
     trainable: int | None = None
     """None: not counted."""
+    active: int | None = None
+    """Of them those that one token meets; None: not counted."""
     flops: float | None = None
     """Per token, forward."""
     runs: Mapping[int, Run]
@@ -253,6 +255,7 @@ def _arm(arm: ArmRecord, base: ArmRecord, seeds: Sequence[int], times: Times) ->
         "lr_source": arm.source,
         "parameters": arm.parameters,
         "trainable": arm.trainable,
+        "active_parameters": arm.active,
         "parameters_percent": 100 * (arm.parameters / base.parameters - 1),
         "flops_per_token": arm.flops,
         "flops_percent": None if not arm.flops or not base.flops else 100 * (arm.flops / base.flops - 1),

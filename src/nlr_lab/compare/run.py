@@ -497,6 +497,7 @@ class _Session:
             source=source,
             parameters=self.measured.parameters[arm.name],
             trainable=self.measured.trainable.get(arm.name),
+            active=self.measured.active.get(arm.name),
             flops=self.measured.flops.get(arm.name),
             runs=found,
             tuning=self.tried.get(arm.name, ()),

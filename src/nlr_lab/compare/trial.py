@@ -106,6 +106,8 @@ class Measurement:
     parameters: dict[str, int]
     trainable: dict[str, int] = field(default_factory=dict)
     """Parameters that are trained."""
+    active: dict[str, int | None] = field(default_factory=dict)
+    """Parameters that one token meets, which are not all where there are experts."""
     flops: dict[str, float | None] = field(default_factory=dict)
     """FLOPs of matrix products, forward, per token; None where they could not be counted."""
     times: dict[str, list[float]] | None = None

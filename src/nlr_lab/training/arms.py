@@ -2,9 +2,9 @@
 
 `nonlinear-query+noble:rank=64` has nonlinear queries, and NOBLE on the remaining linears. The settings of an arm of
 several methods are those of its parts by their names: {"nonlinear-query": {}, "noble": {"rank": 64}}. Parts are applied
-by stage, whatever their order: a wider MLP first, since it draws plain linears; then methods that take linears of
-certain names; then those that take every linear there is, which leave out what another one has taken; and norms around
-projections last.
+by stage, whatever their order: experts or a wider MLP first, which draw plain linears; then methods that take linears
+of certain names; then those that take every linear there is, which leave out what another one has taken; and norms
+around projections last.
 """
 
 import re
@@ -25,6 +25,7 @@ from nonlinear_lowrank.optim import MuonAdamW, param_groups
 from nonlinear_lowrank.surgery.augment import augment
 from nonlinear_lowrank.validation import check_choice, check_number
 
+from .experts import Experts
 from .methods import TUNINGS, ArmKind, Augmented, Function, WideMlp, as_text, read_value
 from .recipe import Optimizer, Recipe
 
@@ -38,6 +39,7 @@ _KINDS: tuple[ArmKind, ...] = (
     *(Augmented(method, name) for name, method in all_methods().items() if not method.wraps),
     *(Augmented(method, *control) for method in all_methods().values() for control in method.controls.items()),
     WideMlp(),
+    Experts(),
     *TUNINGS,
 )
 ARM_METHODS: dict[str, ArmKind] = {kind.name: kind for kind in _KINDS}

@@ -19,7 +19,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from nlr_lab.tasks.task import AdapterSetup
-from nlr_lab.tasks.text.language_model import DenseInit, draw_linear
+from nlr_lab.tasks.text.language_model import DenseInit, draw_matrix
 from nonlinear_lowrank.analysis.importance import PARTS, part_of
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import AdapterArm, Method, all_methods, method_of_layer
@@ -156,7 +156,28 @@ _SHAPES = (({"fc1": 1}, "fc2"), ({"gate_up_proj": 2}, "down_proj"), ({"gate_proj
 _WIDE_SETTINGS = ({"ratio"}, {"hidden"}, {"match"}, {"match", "by"}, {"match", "hidden"}, {"match", "by", "hidden"})
 
 
-class WideMlp(ArmKind):
+class Sized(ArmKind):
+    """A model whose MLPs are of another width: a setting `hidden`, or found by a comparison to `match` another arm."""
+
+    by: str = "parameters"
+    """Count that is matched where the arm does not say."""
+
+    def width(self, model: nn.Module) -> int:
+        """Return a width from which a match is looked for; raise UserError where the MLPs are not known."""
+        return mlp_width(model)
+
+    def check(self, settings: Settings, setup: Setup) -> None:
+        """Raise UserError where the model is a pretrained one, or the width is not known yet."""
+        if setup is not None:
+            raise UserError(f"{self.name} is for models that are trained from scratch")
+        if "match" in settings and "hidden" not in settings:
+            raise UserError(
+                f"{self.name}:match={settings['match']} is resolved by nlr compare, beside that arm; "
+                f"elsewhere say how wide it is: {self.name}:hidden=512"
+            )
+
+
+class WideMlp(Sized):
     """Every MLP of another width, for asking whether a gain is more than more parameters.
 
         wide-mlp:ratio=4.75                       4.75 times the model's width
@@ -196,20 +217,11 @@ class WideMlp(ArmKind):
 
     @torch.no_grad()
     def apply(self, model: nn.Module, settings: Settings, setup: Setup, init: DenseInit, verbose: bool) -> nn.Module:
-        if setup is not None:
-            raise UserError(f"{self.name} is for models that are trained from scratch")
+        self.check(settings, setup)
         blocks, config = _blocks(model), getattr(model, "config", None)
         names = [each for each in ("ffn_dim", "intermediate_size") if isinstance(getattr(config, each, None), int)]
-        if not blocks or not names:
-            raise UserError(
-                f"{self.name} does not know the MLPs of {type(model).__name__}; it knows fc1 and fc2, "
-                "gate_up_proj or gate_proj and up_proj with down_proj"
-            )
-        if "match" in settings and "hidden" not in settings:
-            raise UserError(
-                f"{self.name}:match={settings['match']} is resolved by nlr compare, beside that arm; "
-                f"elsewhere say how wide it is: {self.name}:hidden=512"
-            )
+        if not names:
+            raise UserError(f"{self.name} does not know where {type(model).__name__} says the width of its MLPs")
         width: Any = blocks[0][0].get_submodule(blocks[0][1][1]).out_features
         hidden = settings["hidden"] if "hidden" in settings else round(settings["ratio"] * width)
         if hidden < 1:
@@ -228,18 +240,23 @@ class WideMlp(ArmKind):
 
 
 def mlp_width(model: nn.Module) -> int:
-    """Return the width of the MLPs of a model whose MLPs are known."""
+    """Return the width of a model's MLPs; raise UserError where they are not known."""
     block, (_, inward) = _blocks(model)[0]
     width: Any = block.get_submodule(inward).in_features
     return int(width)
 
 
 def _blocks(model: nn.Module) -> list[tuple[nn.Module, tuple[dict[str, int], str]]]:
-    """The modules that hold an MLP's linears, with the linears' names."""
+    """The modules that hold an MLP's linears, with the linears' names; UserError where they are not known."""
     found = []
     for module in model.modules():
         own = {name for name, child in module.named_children() if type(child) is nn.Linear}
         found += [(module, shape) for shape in _SHAPES if {*shape[0], shape[1]} <= own][:1]
+    if not found:
+        raise UserError(
+            f"this arm does not know the MLPs of {type(model).__name__}; it knows fc1 and fc2, gate_up_proj or "
+            "gate_proj and up_proj with down_proj"
+        )
     return found
 
 
@@ -250,7 +267,7 @@ def _resize(model: Any, block: nn.Module, name: str, d_in: int | None, d_out: in
     new = nn.Linear(d_in or old.in_features, d_out or old.out_features, **like).train(old.training)
     if not old.weight.is_meta:
         model._init_weights(new)
-        draw_linear(new, init)
+        draw_matrix(new.weight, init)
     setattr(block, name, new)
 
 

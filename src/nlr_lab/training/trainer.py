@@ -238,6 +238,23 @@ class RunTrainer(Trainer):
 
     # --- the loss ------------------------------------------------------------------------------------------
 
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        # A router's load-balancing loss is a mean, and Trainer takes it for a micro-batch's share of a sum.
+        if num_items_in_batch is not None and self._balances:
+            share = 1 / self.current_gradient_accumulation_steps
+            times = self.args.world_size if self.args.average_tokens_across_devices else 1
+            weight = self.plain_model().config.router_aux_loss_coef
+            loss = loss + (share - times) * weight * outputs["aux_loss"].to(loss.device)
+        return (loss, outputs) if return_outputs else loss
+
+    @functools.cached_property
+    def _balances(self) -> bool:
+        """Whether the model's loss has the load-balancing loss of a router in it."""
+        return bool(getattr(getattr(self.plain_model(), "config", None), "output_router_logits", False))
+
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = super().training_step(*args, **kwargs)
         bad = ~torch.isfinite(loss) & (self._bad_step == 0)
@@ -294,14 +311,16 @@ class RunTrainer(Trainer):
     def _of_tokens(self, model: Any, dataset: Any) -> dict[str, float]:
         """Mean nats a token; of whole text also bits a byte."""
         totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # nats and tokens
+        # The load-balancing loss of a router is of training alone.
+        options: Any = {"output_router_logits": False} if self._balances else {}
         for batch, real in self._evaluation_batches(dataset):
             labels = batch["labels"]
             labels[real:] = -100
             count = (labels[:, 1 if self.prepared.predicts_next else 0 :] != -100).sum()
             if self.model_accepts_loss_kwargs:
-                loss = model(**batch, num_items_in_batch=1)["loss"]  # the sum
+                loss = model(**batch, **options, num_items_in_batch=1)["loss"]  # the sum
             else:
-                loss = model(**batch)["loss"] * count if count else count
+                loss = model(**batch, **options)["loss"] * count if count else count
             totals += torch.stack([loss.double(), count.double()])
         nats, tokens = self.accelerator.reduce(totals, reduction="sum")
         scores = {"loss": float(nats / tokens)}

@@ -52,6 +52,25 @@ def test_finds_the_smallest_width_that_is_not_below(name, by, count):
     assert resolve_matches(recipe, resolved) == resolved, "a width that is there already is checked, not changed"
 
 
+@pytest.mark.parametrize(("by", "count"), [("parameters", parameters), ("flops", flops)])
+@pytest.mark.parametrize("experts", ["", ",experts=4,active=1", ",experts=3,active=3+noble:rank=3"])
+def test_finds_the_smallest_width_of_experts(experts, by, count):
+    recipe = make_recipe()  # MLPs of width 48
+    # Eight experts of the narrowest width hold more parameters than the plain model has in its MLPs.
+    target, moe = arms("wide-mlp:hidden=150,name=target", f"moe:match=target,by={by}{experts}")
+    found = resolve_matches(recipe, [target, moe])[1]
+    hidden = found.settings.get("moe", found.settings)["hidden"]
+    text = str(found).replace(f"match=target,by={by},", "").replace(f"match=target,by={by}", "")
+
+    def of_width(width):
+        return count(recipe, Arm.parse(text.replace(f"hidden={hidden}", f"hidden={width}")))
+
+    assert (hidden % 8, found.control) == (0, "noble" not in experts)
+    assert of_width(hidden - 8) < count(recipe, target) <= of_width(hidden)
+    if by == "flops":
+        assert found == resolve_matches(recipe, [target, *arms(f"moe:match=target,by=flops{experts}")])[1]
+
+
 @pytest.mark.parametrize("by", ["parameters", "flops"])
 @pytest.mark.parametrize(
     ("joined", "step"),

@@ -31,6 +31,10 @@ FORMS = {
         method="noble", settings={"init": "pretrained", "frequency_range": [0.5, 1.5]}, dense_init="kaiming"
     ),
     "noble:rank=2,include=5,exclude=true": Arm(method="noble", settings={"rank": 2, "include": "5", "exclude": "true"}),
+    "moe:match=8,experts=4,aux_loss=0.02+noble:rank=4": Arm(
+        method="moe+noble", settings={"moe": {"match": "8", "experts": 4, "aux_loss": 0.02}, "noble": {"rank": 4}}
+    ),
+    "moe:hidden=16,active=1": Arm(method="moe", settings={"hidden": 16, "active": 1}),
     "wide-mlp:match=8": Arm(method="wide-mlp", settings={"match": "8"}),
     BOTH: Arm(method="nonlinear-query+noble", settings={"nonlinear-query": {}, "noble": {"rank": 4}}),
     "nonlinear-query:scale=1.0+noble:rank=4,init=pretrained,dense_init=kaiming,qk_norm=true,lr=0.003": Arm(
@@ -122,6 +126,14 @@ def test_short_forms_are_read_but_written_otherwise():
         ("wide-mlp:ratio=2,hidden=3", "needs the MLP's width"),
         ("wide-mlp:ratio=0", "ratio must be"),
         ("wide-mlp:hidden=0", "hidden must be a positive integer"),
+        ("moe:experts=4", "moe needs the width of an expert, or an arm to match"),
+        ("moe:hidden=8,by=flops", "moe needs the width"),
+        ("moe:hidden=12", "hidden of moe must be a multiple of 8, got 12"),
+        ("moe:hidden=8,experts=1", "experts must be an integer of at least 2, got 1"),
+        ("moe:hidden=8,experts=2,active=3", "active must not exceed experts, got 3 of 2"),
+        ("moe:hidden=8,aux_loss=-1", "aux_loss must be"),
+        ("moe:hidden=8,ratio=2", "moe has no setting 'ratio'"),
+        ("moe:match=a,by=size", "unknown by 'size'"),
         ("wide-mlp:match=a,by=size", "unknown by 'size'; choose one of parameters, flops"),
     ],
 )
@@ -234,6 +246,10 @@ def test_wider_mlp_comes_first_and_norms_come_last():
         ("gpt2", "wide-mlp:ratio=4", "does not know the MLPs of GPT2"),
         ("opt", "wide-mlp:match=noble", "is resolved by nlr compare"),
         ("opt", "wide-mlp:ratio=0.001", "leaves no MLP"),
+        ("opt", "moe:hidden=8", "moe does not know the blocks of OPTForCausalLM"),
+        ("glm", "moe:hidden=8", "moe does not know the blocks of Glm.*all of a head rotary"),
+        ("llama", "moe:match=noble", "is resolved by nlr compare"),
+        ("llama", "moe:hidden=8+wide-mlp:hidden=8", "does not know the MLPs of Mixtral"),
         ("glm", "noble:budget=0.01%", "cannot be met"),
         ("gpt2", "noble:rank=2,select=key", "no plain linear of this GPT2LMHeadModel is key"),
         ("opt", "noble:rank=32", "rank"),

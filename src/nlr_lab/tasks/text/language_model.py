@@ -313,17 +313,17 @@ def draw_linears(module: "nn.Module", dense_init: DenseInit, seed: int) -> None:
     generator = torch.Generator().manual_seed(2 * seed + 2)
     for each in module.modules():
         if isinstance(each, torch.nn.Linear):
-            draw_linear(each, dense_init, generator)
+            draw_matrix(each.weight, dense_init, generator)
 
 
-def draw_linear(linear: "nn.Linear", dense_init: DenseInit, generator: "torch.Generator | None" = None) -> None:
-    """Draw one linear's weight by this file's table, in place; "stock" leaves it as transformers drew it."""
+def draw_matrix(weight: "torch.Tensor", dense_init: DenseInit, generator: "torch.Generator | None" = None) -> None:
+    """Draw a weight (d_out, d_in) by this file's table, in place; "stock" leaves it as transformers drew it."""
     from torch import nn
 
     if dense_init == "noble":
-        nn.init.normal_(linear.weight, 0.0, 0.5 / math.sqrt(linear.in_features), generator)
+        nn.init.normal_(weight, 0.0, 0.5 / math.sqrt(weight.shape[1]), generator)
     elif dense_init == "kaiming":
-        nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5), generator=generator)
+        nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
 
 
 def check_dense_init(value: object) -> None:
