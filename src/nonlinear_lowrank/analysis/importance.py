@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.attention import BY_HEAD, FUSED, KEYS, SEPARATE
+from nonlinear_lowrank.surgery.attention import unfused
 from nonlinear_lowrank.surgery.targets import dense_parts, output_head_names
 from nonlinear_lowrank.validation import check_choice
 
@@ -79,6 +80,11 @@ def layer_importance(
     check_choice("score", score, get_args(Score))
     if isinstance(batches, Mapping):
         raise UserError("batches is a single batch; put it into a list: layer_importance(model, [batch])")
+    with unfused(model, True):
+        return _scores(model, batches, score)
+
+
+def _scores(model: nn.Module, batches: Iterable[Mapping[str, Any]], score: Score) -> dict[str, float]:
     heads, inside = output_head_names(model), dense_parts(model)
     linears: dict[str, Any] = {
         name: module

@@ -207,6 +207,13 @@ def unfused(model: nn.Module, wanted: bool) -> Iterator[dict[str, str]]:
     }
     before = set(model.modules())
     replace_modules(model, new)
+    encoders: dict[Any, bool] = {  # with nested tensors for the fused path, which layers with branches do not have
+        each: each.use_nested_tensor
+        for each in model.modules()
+        if isinstance(each, nn.TransformerEncoder) and not set(new.values()).isdisjoint(each.modules())
+    }
+    for encoder in encoders:
+        encoder.use_nested_tensor = False
     try:
         yield reasons
     finally:
@@ -217,9 +224,8 @@ def unfused(model: nn.Module, wanted: bool) -> Iterator[dict[str, str]]:
         swapped = {each for each in model.modules() if each not in before and method_of_layer(each)}
         kept = {each for each, around in scopes.items() if any(not swapped.isdisjoint(it.modules()) for it in around)}
         replace_modules(model, {each: old for old, each in new.items() if each not in kept})
-        for encoder in model.modules():
-            if isinstance(encoder, nn.TransformerEncoder) and not kept.isdisjoint(encoder.modules()):
-                encoder.use_nested_tensor = False  # of the fused path, which its layers then do not have
+        for encoder, nested in encoders.items():
+            encoder.use_nested_tensor = nested and kept.isdisjoint(encoder.modules())
 
 
 def _refused(name: str, attention: nn.MultiheadAttention, model: nn.Module) -> str:

@@ -207,6 +207,20 @@ def test_only_what_is_chosen_changes():
         assert not torch.equal(encoder(**inputs), plain), "a branch beside torch's attention acts in inference too"
 
 
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("score", ["gradient", "activation"])
+def test_scores_choose_among_its_projections(score):
+    model = Both().eval()
+    kinds = [(type(each), each.training) for each in model.modules()]
+    scores = nlr.analysis.layer_importance(model, [_both_inputs()], score=score)
+    assert len(scores) == 2 * (4 + 2) + 2 * (4 + 4 + 2)
+    assert all(scores.values())
+    assert [(type(each), each.training) for each in model.modules()] == kinds
+    assert model.transformer.encoder.use_nested_tensor
+    chosen = nlr.analysis.select_layers(scores, percentile=70)
+    assert nlr.augment(model, NOBLE, select=chosen, verbose=False).swapped == chosen
+
+
 def test_costs_are_those_of_the_linears():
     plain, augmented, report = _pair(batch_first=True)
     x = torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64)
