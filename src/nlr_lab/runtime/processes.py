@@ -39,7 +39,7 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def on_rank_0(function: Callable[[], T]) -> T:
+def on_rank_0(function: Callable[[], T], group: Any = None) -> T:
     """Run a function on rank 0 alone; all processes get its result, or raise what it raised."""
     if not _distributed():
         return function()
@@ -51,31 +51,31 @@ def on_rank_0(function: Callable[[], T]) -> T:
             outcome[0] = function()
         except Exception as error:
             outcome[1] = error
-    dist.broadcast_object_list(outcome, src=0)
+    dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
     """Return the value of every process, in every process."""
     if not _distributed():
         return [value]
     import torch.distributed as dist
 
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group)
     return values
 
 
-def together(function: Callable[[], Any]) -> None:
+def together(function: Callable[[], Any], group: Any = None) -> None:
     """Run a function in every process; all raise what it raised in one."""
     failure = None
     try:
         function()
     except Exception as error:
         failure = error
-    for fault in gather_objects(failure):
+    for fault in gather_objects(failure, group):
         if fault is not None:
             raise fault
 

@@ -16,7 +16,6 @@ must be visible to all processes. With another number of processes a run resumes
 import base64
 import json
 import random
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
@@ -47,7 +46,7 @@ from nonlinear_lowrank.validation import one_line
 from . import deepspeed
 from .arms import is_adapted
 
-_FILE = 2 << 30  # bytes of a file of the optimizer's, by all processes
+_FILE = 1 << 28  # bytes of a file of the optimizer's, by all processes
 
 
 # --- weights: files that load as a model or an adapter, read back in place ------------------------------------
@@ -193,17 +192,21 @@ def _buffers(model: nn.Module, weights: dict[str, Any]) -> dict[str, torch.Tenso
 # --- the optimizer's tensors, whole or sharded, by torch's distributed checkpoints ----------------------------
 
 
-def write_optimizer(folder: Path, model: nn.Module, wrapped: Any) -> Any:
-    """Write optimizer/*.safetensors, tensors as "exp_avg/<parameter>", each process its own part; return the groups."""
+def copied_optimizer(model: nn.Module, wrapped: Any) -> tuple[dict[str, Any], Any]:
+    """Copy this process's part of the optimizer's tensors to the CPU, as "exp_avg/<parameter>"; return groups too."""
     state: Any = get_optimizer_state_dict(model, getattr(wrapped, "optimizer", wrapped))
-    tensors = {name: tensor.contiguous() for name, tensor in _tensors(state).items()}
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
-    # torch copies a whole file in memory before it writes it.
+    tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in _tensors(state).items()}
+    return tensors, state["param_groups"]
+
+
+def write_optimizer(folder: Path, tensors: dict[str, Any], group: Any = None) -> None:
+    """Write optimizer/*.safetensors, each process its own part; all call it, and exchange plans in `group`."""
+    sizes = [tensor.nbytes for tensor in tensors.values()]
+    # torch copies a whole file in memory before it writes it, and lets no other thread run meanwhile.
     files = {name: 1 + before // _FILE for name, before in zip(tensors, accumulate(sizes, initial=0), strict=False)}
     with _plain_errors():
         writer = HuggingFaceStorageWriter(str(folder / "optimizer"), files, save_distributed=True)
-        dcp.save(tensors, storage_writer=writer)
-    return state["param_groups"]
+        dcp.save(tensors, storage_writer=writer, process_group=group)
 
 
 def read_optimizer(folder: Path, model: nn.Module, wrapped: Any, groups: Any = None) -> None:
@@ -249,12 +252,10 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _plain_errors() -> Iterator[None]:
     """Raise the error of the process that failed, which torch wraps into a BaseException in every process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*in a single process")
-        try:
-            yield
-        except CheckpointException as error:
-            raise next(iter(error.failures.values()))[0] from None
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
 
 
 # --- schedule, groups and random states -----------------------------------------------------------------------

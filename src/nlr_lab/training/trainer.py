@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from nonlinear_lowrank.validation import one_line
 from . import checkpoints as files
 from . import deepspeed
 from .arms import is_adapted
+from .background import Background, group_beside
 from .recipe import TrainConfig
 from .result import curve_of, rises
 
@@ -171,6 +173,7 @@ class RunTrainer(Trainer):
         if prepared.score is not None:
             # Classifiers average over the examples of a micro-batch, whatever they are told; all are of one size.
             self.model_accepts_loss_kwargs = False
+        self._writing = Background()
         self._keep_all = False  # while it is not known yet whether the newest checkpoints are of any use
         self._started = time.monotonic()
         # The first step with a bad loss, or 0; on the device, so that looking after it does not wait.
@@ -192,7 +195,12 @@ class RunTrainer(Trainer):
         # message, another exception's handling. Without it torch notices when it waits for the next batch, in 5 s.
         before, signal_handling._SIGCHLD_handler_set = signal_handling._SIGCHLD_handler_set, True
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            with warnings.catch_warnings():  # here, since filters are those of all threads
+                warnings.filterwarnings("ignore", ".*in a single process")
+                try:
+                    return super().train(resume_from_checkpoint, *args, **kwargs)
+                finally:
+                    self._writing.finish()
         except (RuntimeError, OSError, EOFError) as error:
             # torch has no class for it. A reader that dies while it hands a batch over breaks the connection first.
             dead = not isinstance(error, RuntimeError) or str(error).startswith(("DataLoader worker", "Pin memory"))
@@ -256,6 +264,8 @@ class RunTrainer(Trainer):
         return bool(getattr(getattr(self.plain_model(), "config", None), "output_router_logits", False))
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.args.world_size == 1:  # several processes learn of it at the next checkpoint, all at once
+            self._writing.finish(wait=False)
         loss = super().training_step(*args, **kwargs)
         bad = ~torch.isfinite(loss) & (self._bad_step == 0)
         self._bad_step = torch.where(bad, self.state.global_step + 1, self._bad_step)
@@ -274,6 +284,7 @@ class RunTrainer(Trainer):
         return DivergedError(f"{why} at step {step}; {self._last_good(step)}; {hint}", step)
 
     def _last_good(self, before: float = math.inf) -> str:
+        self._writing.finish()
         found = [folder for step, folder in step_folders(self.checkpoints).items() if step < before]
         return f"the last good checkpoint is {found[-1]}" if found else "there is no checkpoint before it"
 
@@ -361,41 +372,62 @@ class RunTrainer(Trainer):
             files.write_model(folder, self.plain_model(), weights)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write a checkpoint under a temporary name, and rename it when it is whole. All processes call it."""
+        """Copy what a checkpoint holds, and write it beside the next steps, under a temporary name until it is whole.
+
+        All processes call it.
+        """
         self.check_finite()
-        plain, step = self.plain_model(), self.state.global_step
+        plain, step, rank = self.plain_model(), self.state.global_step, self.args.process_index
         if not all(gather_objects(files.is_finite(plain))):  # a loss can be finite, and its gradient not
             raise self._diverged(step)
+        self._writing.finish()
         states = gather_objects(files.random_state(self.args.device))
         # Of the training curve's entry that is not closed: a signal does not wait for it.
         window = {"losses": gather_objects(self._tr_loss.item()), "since": self._globalstep_last_logged}
         about = {"step": step, "seconds": self.seconds, "processes": self.args.world_size}
         hint = f"{self._last_good()}; make room and go on with --resume"
-        with disk_errors(f"the checkpoint of step {step} to {self.checkpoints}", hint), ExitStack() as stack:
+        refused = functools.partial(disk_errors, f"the checkpoint of step {step} to {self.checkpoints}", hint)
+        keep, group = (
+            0 if self._keep_all else self.args.save_total_limit or 1,
+            group_beside(self.args.ddp_timeout),
+        )
+        with refused(), ExitStack() as stack:
 
             def begin() -> str:  # rank 0 has the folder in its stack: gone again if anyone fails
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
                 return str(stack.enter_context(staged_folder(self.checkpoints / f"step-{step:06d}", about)))
 
             folder, groups = Path(on_rank_0(begin)), None
+            share, optimizer = dict[str, Any](), dict[str, Any]()
             if self.is_deepspeed_enabled:
                 deepspeed.write_engine(self.model_wrapped, folder, adapted=is_adapted(plain))
             else:
                 shards = self.args.world_size if self.is_fsdp_enabled else 1
-                share = files.copied_weights(folder, plain, rank=self.args.process_index, processes=shards)
-                together(lambda: files.write_weights(folder, share))
-                groups = files.write_optimizer(folder, self.model, self.optimizer)
+                share = files.copied_weights(folder, plain, rank=rank, processes=shards)
+                optimizer, groups = files.copied_optimizer(self.model, self.optimizer)
 
-            def finish() -> None:
+            def describe() -> None:
                 state = {"groups": groups, "scheduler": self.lr_scheduler.state_dict(), "random": states}
                 state["window"] = window
                 (folder / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
                 self.state.save_to_json(str(folder / "trainer_state.json"))
-                stack.close()
-                if not self._keep_all:
-                    prune(self.checkpoints, step, self.args.save_total_limit or 1)
 
-            on_rank_0(finish)
+            on_rank_0(describe)
+            staged = stack.pop_all()
+
+        def write() -> None:
+            def finish() -> None:
+                staged.close()
+                if keep:
+                    prune(self.checkpoints, step, keep)
+
+            with refused(), staged:
+                if optimizer:
+                    together(lambda: files.write_weights(folder, share), group)
+                    files.write_optimizer(folder, optimizer, group)
+                on_rank_0(finish, group)
+
+        self._writing.start(write)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Read weights, where DeepSpeed's engine does not read its own; all processes call it."""
