@@ -52,6 +52,7 @@ def run_plan(arguments: list[str]) -> None:
 
     import torch
 
+    from nlr_lab.compare.model_trials import resolve_matches
     from nlr_lab.plan.estimate import PlanConfig, arm_cost, format_plan, plan_arm, plan_to_json
     from nlr_lab.plan.presets import PRESETS, find_hardware
     from nlr_lab.training.arms import Arm
@@ -83,7 +84,7 @@ def run_plan(arguments: list[str]) -> None:
     length = task.sequence_length if options.sequence_length is None else options.sequence_length
     kind = getattr(getattr(task, "model", None), "dtype", None)  # of a pretrained model
     plans = []
-    for arm in map(Arm.parse, options.arms or recipe.arms):
+    for arm in resolve_matches(recipe, [Arm.parse(text) for text in options.arms or recipe.arms]):
         model = task.build_on_meta()
         if isinstance(kind, str):
             model = model.to(getattr(torch, kind))
@@ -109,6 +110,6 @@ def _of_size(name: str) -> Any:
         adapter_setup=lambda model: None,
         sequence_length=preset.sequence_length,
     )
-    plain = {"bf16": True, "gradient_checkpointing": False, "optimizer": "adamw"}
+    plain = {"bf16": True, "gradient_checkpointing": False, "optimizer": "adamw", "seed": 0}
     train = SimpleNamespace(batch_size=preset.batch_size, steps=steps, **plain)
     return SimpleNamespace(task=task, train=train, arms=PRESET_ARMS)

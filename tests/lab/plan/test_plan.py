@@ -205,6 +205,16 @@ def test_recipes_are_planned_arm_by_arm(capsys):
     assert noble["layout"]["step_seconds"] > plain["layout"]["step_seconds"]
 
 
+@pytest.mark.parametrize("model", ["llm-demo", "7b"])
+def test_matched_arms_are_planned_with_their_active_parameters(capsys, model):
+    arms = ("--arms", "baseline", "noble:rank=16", "moe:match=noble-r16")
+    plan = json.loads(succeed(capsys, "plan", model, "--sequence-length", 32, "--json", *arms))
+    plain, noble, moe = plan["arms"]
+    assert plain["active_parameters"] == plain["parameters"]
+    assert noble["forward_flops"] <= moe["forward_flops"] < 1.02 * noble["forward_flops"]
+    assert moe["active_parameters"] < 1.02 * noble["parameters"] < moe["parameters"] / 1.5
+
+
 def test_arms_that_do_not_fit_are_named(capsys):
     out = succeed(capsys, "plan", "124m", "--memory", 0.1, "--arms", "baseline", "--sequence-length", 64)
     assert re.search(r"^baseline does not fit: .* GiB a GPU of 0", out, re.MULTILINE)

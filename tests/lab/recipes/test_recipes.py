@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from model_helpers import parameters
+from nlr_lab.compare.model_trials import resolve_matches
 from nlr_lab.recipes import RECIPES, get_recipe, recipe_function
 from nlr_lab.training import Arm, Recipe
 from nonlinear_lowrank import SineLowRankConfig
@@ -100,7 +101,7 @@ def test_every_recipe_builds_and_states_command_hardware_time_and_expectation(na
 @pytest.mark.parametrize("name", PRETRAINING)
 def test_every_arm_fits_the_model(name):
     recipe = get_recipe(name)
-    train, arms = recipe.train, [Arm.parse(text) for text in recipe.arms]
+    train, arms = recipe.train, resolve_matches(recipe, [Arm.parse(text) for text in recipe.arms])
     if train.steps:
         assert train.warmup_steps <= train.steps / 10
         # The picture leaves out the first fifth, and crossings are interpolated between evaluations.
@@ -123,6 +124,10 @@ def test_every_arm_fits_the_model(name):
     elif name in GPT3:
         assert arms[0] == Arm()
         assert [arm.control for arm in arms] == [arm.method != "nonlinear-query" for arm in arms]
+    elif name == "llm-moe-demo":
+        assert [(arm.method, arm.control) for arm in arms[2:]] == [("wide-mlp", True), ("moe", True)]
+        assert {arm.dense_init for arm in arms} == {"noble", None}, "None of NOBLE, whose own init it is"
+        assert counts[3] > 2 * counts[1] > 2 * counts[2] > 2 * counts[0] == 2 * before
     else:
         assert [str(arm) for arm in arms[:3]] == ["baseline", "baseline:init=noble", "baseline:init=kaiming"]
         assert [count > before for count in counts] == [arm.method != "baseline" for arm in arms]
