@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import finetune_helpers
 from nlr_lab.runtime.processes import warn_of_restarts
 from nlr_lab.runtime.signals import StoppedBySignal
-from nlr_lab.training import DivergedError, TrainResult, run_training
+from nlr_lab.training import DivergedError, TrainResult, checkpoints, run_training
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model
 from processes_helpers import fsdp_environment, run_processes
@@ -47,6 +48,7 @@ def recipes(root):
         "noble": (make_recipe("noble:rank=4", dropout=0.0, steps=6, eval_every=2), FakeText()),
         "chain": chain,
         "again": chain,
+        "full": chain,
         "stopped": (signalled, FakeText()),
         "continued": (signalled, FakeText()),
         "poisoned": (make_recipe("training_helpers:poison,at=7", gradient_accumulation=2), FakeText()),
@@ -67,9 +69,13 @@ def train_all(root, mode, names):
         os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = "GlmDecoderLayer" if prepared else "LlamaDecoderLayer"
         if name == "stopped" and rank == "1":
             os.environ["NLR_TEST_FAULT"] = "1"
+        write = mock.patch.object(checkpoints, "write_weights", wraps=checkpoints.write_weights)
+        if name == "full" and rank == "1":
+            write = mock.patch.object(checkpoints, "write_weights", side_effect=OSError(28, "full"))
         try:
             resume = (folder / "checkpoints").exists()
-            run_training(recipe, folder, prepared=prepared, quiet=True, resume=resume)
+            with write:
+                run_training(recipe, folder, prepared=prepared, quiet=True, resume=resume)
         except DivergedError as error:
             stopped = {"diverged": error.step}
         except StoppedBySignal as error:
@@ -115,7 +121,7 @@ def test_two_processes_train_as_one_and_resume(root, mode, monkeypatch):
     cut_back(root / "alone" / "chain", root / mode / "chain", 4)  # a run of one process goes on with two
     for name, value in (fsdp_environment("") if mode == "fsdp2" else {}).items():
         monkeypatch.setenv(name, value)
-    names = ("noble", "sine-lora", "nora", "chain", "again", "stopped", "continued", "poisoned", "uneven")
+    names = ("noble", "sine-lora", "nora", "chain", "again", "full", "stopped", "continued", "poisoned", "uneven")
     run_processes(SCRIPT, root, mode, *names)
     for name in ("noble", "sine-lora", "nora"):
         want, found = result(root, "alone", name), result(root, mode, name)
@@ -125,6 +131,7 @@ def test_two_processes_train_as_one_and_resume(root, mode, monkeypatch):
         assert groups(root, mode, name) == groups(root, "alone", name)
         assert len({rate for rate, *_ in groups(root, mode, name)}) > 1 or name != "noble"
     for rank in (0, 1):
+        assert "no space left" in noted(root, mode, "full", rank)["refused"], "the thread's failure reaches all"
         assert noted(root, mode, "poisoned", rank) == {"diverged": 4}, "two micro-batches a step"
         assert "does not split over 2 processes" in noted(root, mode, "uneven", rank)["refused"]
         why = "stopped by SIGTERM at step 7 of 12"
@@ -132,6 +139,7 @@ def test_two_processes_train_as_one_and_resume(root, mode, monkeypatch):
             "also where the other one has the signal"
         )
     assert not (root / mode / "uneven").exists()
+    assert not list((root / mode / "full" / "checkpoints").iterdir())
     assert_same(result(root, mode, "stopped").curve, result(root, "alone", "stopped").curve)
 
     assert_same(result(root, mode, "chain").curve, result(root, "alone", "chain").curve)
@@ -190,6 +198,43 @@ def test_killed_process_is_started_again_and_nothing_is_lost(tmp_path, monkeypat
     assert [(tmp_path / name / "restarts").read_text() for name in ("die", "live")] == ["1", "0"]
     one, other = ((tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("die", "live"))
     assert one == other
+
+
+STOPPED = """
+import sys
+import torch
+torch.set_num_threads(1)
+from pathlib import Path
+from nlr_lab.training import run_training
+from training_helpers import FakeText, before_training, make_recipe
+
+def begun(model):
+    return before_training(model, 3, lambda _: Path(sys.argv[1], "begun").touch())
+
+once = dict.fromkeys(("steps", "log_every", "eval_every", "save_every"), 100_000)
+if __name__ == "__main__":
+    run_training(make_recipe("script:begun", **once), Path(sys.argv[1]), prepared=FakeText(), quiet=True)
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_that_is_terminated_leaves_a_checkpoint_in_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    (tmp_path / "script.py").write_text(STOPPED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with subprocess.Popen([*command, str(tmp_path / "script.py"), str(tmp_path / "out")]) as running:
+        try:
+            deadline = time.monotonic() + 120
+            while not (tmp_path / "out" / "begun").exists() and time.monotonic() < deadline:
+                time.sleep(0.2)
+            running.terminate()
+            running.wait(timeout=29)  # at 30 s torchrun kills
+        finally:
+            running.kill()
+    (checkpoint,) = (tmp_path / "out" / "checkpoints").iterdir()
+    assert 0 < int(checkpoint.name.removeprefix("step-")) < 100_000
+    assert load_model(checkpoint) is not None
 
 
 @pytest.mark.parametrize("odd", ["", "RANK", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"])
