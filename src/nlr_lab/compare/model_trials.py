@@ -326,9 +326,10 @@ def _match_note(recipe: Recipe, arm: Arm, measured: Measurement) -> str:
         by, counts = "FLOPs per token", measured.flops
     mine, other = counts[arm.name], counts[own["match"]]
     shown = "" if mine is None or other is None else f": {mine:,.0f} for {other:,.0f}"
+    kind: Any = ARM_METHODS[_sized(arm)]
     return (
-        f"`{arm.name}` has MLPs of width {own['hidden']} ({plain} in the recipe's model), the smallest with no fewer "
-        f"{by} than `{own['match']}`{shown}."
+        f"`{arm.name}` has {kind.of_width} of width {own['hidden']} (MLPs of {plain} in the recipe's model), the "
+        f"smallest with no fewer {by} than `{own['match']}`{shown}."
     )
 
 
@@ -368,8 +369,8 @@ def _matching_width(recipe: Recipe, arm: Arm, target: Arm) -> int:
     narrower = hidden > widths[0] and allowed(hidden - step)
     if count(hidden) < wanted or (count(hidden) > wanted and not narrower):
         raise UserError(
-            f"{arm.name} cannot match {target.name}: even with MLPs of width {hidden} it has {count(hidden):,} {by}, "
-            f"and {target.name} has {wanted:,}"
+            f"{arm.name} cannot match {target.name}: even with {kind.of_width} of width {hidden} it has "
+            f"{count(hidden):,} {by}, and {target.name} has {wanted:,}"
         )
     return hidden
 

@@ -35,6 +35,7 @@ class Experts(Sized):
     name = "moe"
     stage = -1
     by = "flops"
+    of_width = "experts"
 
     def read(self, settings: Settings) -> dict[str, Any]:
         known = ("hidden", "match", "by", "experts", "active", "aux_loss")

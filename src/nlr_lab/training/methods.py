@@ -161,6 +161,8 @@ class Sized(ArmKind):
 
     by: str = "parameters"
     """Count that is matched where the arm does not say."""
+    of_width: str = "MLPs"
+    """Word for what has the width."""
 
     def width(self, model: nn.Module) -> int:
         """Return a width from which a match is looked for; raise UserError where the MLPs are not known."""

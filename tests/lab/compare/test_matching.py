@@ -171,7 +171,7 @@ def test_compares_matched_arms(tmp_path):
     assert (wide["control"], results["n"]) == (True, 2)
     hidden = wide["settings"]["settings"]["hidden"]
     report = render_report(results)
-    assert f"`{wide['name']}` has MLPs of width {hidden} (48 in the recipe's model)" in report
+    assert f"`{wide['name']}` has MLPs of width {hidden} (MLPs of 48 in the recipe's model)" in report
     assert f"{wide['parameters']:,} for {found['noble-r4']['parameters']:,}" in report
     assert "Against the strongest control" in report
     assert "No control has as many parameters" not in report

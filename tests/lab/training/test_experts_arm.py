@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from model_helpers import FAMILIES, batch
+from nlr_lab.compare import compare
 from nlr_lab.compare.model_trials import forward_flops
 from nlr_lab.tasks.text.language_model import LanguageModelTask
 from nlr_lab.training import Arm, run_training
@@ -110,3 +111,26 @@ def test_load_balancing_loss_is_in_training_alone(tmp_path):
     split, same = losses(tmp_path / "split", 5.0, gradient_accumulation=4, **known)
     assert same == pytest.approx(evaluated), "batches of the evaluation are micro-batches"
     assert split - plain == pytest.approx(5.0 * 2, rel=0.05)
+
+
+def test_compares_experts_at_the_flops_of_a_method(tmp_path):
+    recipe = make_recipe(steps=4, save_every=4, eval_every=2)
+    recipe = replace(recipe, task=ReadyTask(text=recipe.task.text, backbone=recipe.task.backbone))
+    chosen = [
+        Arm.parse(text) for text in ("baseline", "noble:rank=8", "moe:match=noble-r8", "moe:hidden=16+noble:rank=4")
+    ]
+    results = compare(recipe, tmp_path, arms=chosen, seeds=1, timing_rounds=0, quiet=True).results
+    plain, noble, moe, both = results["arms"]
+    assert plain["active_parameters"] == plain["parameters"]
+    hidden = moe["settings"]["settings"]["hidden"]
+    step = 2 * 2 * 3 * 2 * 32 * 8  # the next width of two experts in two layers
+    assert noble["flops_per_token"] <= moe["flops_per_token"] < noble["flops_per_token"] + step
+    assert moe["parameters"] - moe["active_parameters"] == 2 * 6 * 3 * 32 * hidden
+    assert [arm["control"] for arm in results["arms"]] == [True, False, True, False]
+    report = (tmp_path / "report.md").read_text(encoding="utf-8")
+    for arm in (moe, both):
+        share = f"{arm['active_parameters']:,} of {arm['parameters']:,} parameters are active for a token"
+        assert f"`{arm['name']}`: {share}" in report
+    assert f"`moe-2of8-as-noble-r8` has experts of width {hidden} (MLPs of 48 in the recipe's model)" in report
+    model = load_model(tmp_path / "runs" / both["name"] / "lr-0.01" / "seed-1" / "model")
+    assert model.config.num_local_experts == 8
