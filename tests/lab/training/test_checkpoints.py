@@ -7,6 +7,8 @@ import os
 import random
 import re
 import signal
+import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +18,7 @@ from safetensors.torch import load_file
 
 from nlr_lab.runtime.signals import StoppedBySignal
 from nlr_lab.runtime.storage import newest_valid, read_manifest, step_folders
-from nlr_lab.training import DivergedError, run_training, trainer
+from nlr_lab.training import DivergedError, checkpoints, run_training, trainer
 from nlr_lab.training.checkpoints import tensor_names
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model
@@ -266,6 +268,57 @@ def test_failed_write_keeps_the_last_good_checkpoint(server, finished, tmp_path)
     assert not list(out.rglob(".tmp-*"))
     assert server.run(out, keep_checkpoints=9)["exit"] == 0, "with room again it goes on"
     assert weights(out) == weights(finished())
+
+
+def writing():
+    return any(thread.name == "checkpoint" for thread in threading.enumerate())
+
+
+def test_steps_go_on_while_a_checkpoint_is_written(finished, tmp_path, monkeypatch):
+    """It holds the weights of its own step all the same."""
+    write, steps, ahead = checkpoints.write_weights, [0], {}
+
+    def slow(folder, share):
+        step, deadline = int(folder.name[-6:]), time.monotonic() + 60
+        while steps[-1] <= step < 11 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        ahead[step] = steps[-1] > step
+        write(folder, share)
+
+    monkeypatch.setattr(checkpoints, "write_weights", slow)
+    recipe, out = make_recipe(keep_checkpoints=9), tmp_path / "out"
+    run_training(recipe, out, prepared=TEXT, quiet=True, stop=lambda step: steps.append(step))
+    assert ahead == {2: True, 4: True, 6: True, 8: True, 10: True, 12: False}
+    assert not writing()
+    for folder in step_folders(out / "checkpoints").values():
+        files = sorted(each.relative_to(folder) for each in folder.rglob("*.safetensors"))
+        assert len(files) == 2
+        for file in files:
+            tensors, want = load_file(folder / file), load_file(finished() / "checkpoints" / folder.name / file)
+            assert all(torch.equal(tensors[name], value) for name, value in want.items())
+    assert_same(out, finished())
+
+
+def test_failed_write_stops_the_run_at_the_next_step(tmp_path, monkeypatch):
+    write, steps = checkpoints.write_weights, []
+
+    def fails(folder, share):
+        write(folder, share)
+        if folder.name.endswith("8"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def stop(step):
+        steps.append(step)
+        while step == 9 and writing():
+            time.sleep(0.001)
+
+    monkeypatch.setattr(checkpoints, "write_weights", fails)
+    refused = pytest.raises(UserError, match=r"checkpoint of step 8 .*no space left.*last good .*step-000004.*--resume")
+    with refused:
+        run_training(make_recipe(save_every=4), tmp_path / "out", prepared=TEXT, quiet=True, stop=stop)
+    assert steps[-1] in (8, 9), "it may fail before the next step already"
+    assert list(step_folders(tmp_path / "out" / "checkpoints")) == [4]
+    assert not list(tmp_path.rglob(".tmp-*"))
 
 
 def test_full_disk_at_the_final_model_costs_no_checkpoint(tmp_path):
