@@ -45,7 +45,7 @@ _TABLE = {
     "train": {
         "language": {
             "llm-demo": "tiny language model on Python sources; 2 CPU cores, minutes",
-            "llm-moe-demo": "the same against experts and a wider MLP of its FLOPs; 2 CPU cores, minutes",
+            "llm-moe-demo": "tiny language model with NOBLE, experts or a wider MLP; 2 CPU cores, minutes",
             "llm-small": "35M language model on OpenWebText; one small GPU, hours",
             "llm-base": "the paper's 250M language model on OpenWebText; 8 large GPUs",
             "llm-large": "the paper's 1.5B language model on OpenWebText; 8 large GPUs",
