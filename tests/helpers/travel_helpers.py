@@ -22,6 +22,7 @@ ROWS = {
     "noble": (_ALL, [nlr.NobleConfig(rank=3)]),
     "gated-noble": (_ALL, [_GATED]),
     "shared-noble": (_WITH_QKV, [nlr.NobleConfig(rank=3, depth=3, share_down="qkv", expert_down="shared")]),
+    "official-noble": (("llama", "mixtral"), [nlr.NobleConfig.official(rank=3, depth=3)]),
     "tanh-noble": (("gpt2",), [nlr.NobleConfig(rank=4, activation="tanh", depth=1)]),
     "sine": (_ALL, [nlr.SineLowRankConfig(rank=2, omega=30)]),
     "low-rank": (("llama", "mixtral"), [nlr.SineLowRankConfig(rank=2, activation="identity", gain=2)]),

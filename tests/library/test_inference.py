@@ -21,6 +21,7 @@ SETTINGS = {
     "silu": {"activation": "silu"},
     "gated": {"fusion": "gated", "up_bias": True, "output_scale": 1.5},
     "up bias": {"up_bias": True},
+    "bottleneck bias": {"bottleneck_bias": True},
     "shared down": {"share_down": "qkv"},
 }
 

@@ -163,8 +163,6 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
             parameters += parameter.numel()
             branch_parameters += parameter.numel() if local in added else 0
         flops = own_flops(module, model) + (own_flops(dense, model) if dense is not module else 0)
-        if _is_router(module):
-            flops += 2 * module.weight.numel()
         if method is not None and parameters and (plain := method.plain(module)) is not None:
             branch_parameters = parameters - plain.parameters
         if id(module) in attention:
@@ -181,12 +179,6 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
             rows.append(LayerCost(name=name, kind=kind, branch_flops=extra, **counts))
     active = active_parameters(model)
     return ModelCost(rows=rows, sequence_length=sequence_length, notes=notes, active_parameters=active)
-
-
-def _is_router(module: nn.Module) -> bool:
-    """Return whether a module of transformers' is a router with a weight (experts, d) of its own."""
-    weight = module._parameters.get("weight")
-    return "Router" in type(module).__name__ and weight is not None and weight.ndim == 2
 
 
 def _has_matrix(module: nn.Module, known: Collection[str]) -> bool:

@@ -77,7 +77,8 @@ class NobleParallel(TensorParallelLayer):
         if name in ("weight", "noble_down", "noble_up"):
             return 1
         depth = module.noble_config.depth  # of the bottleneck's last step the rows are u's columns
-        return 0 if name in (f"noble_mix{depth - 1}", f"noble_frequency{depth}", f"noble_phase{depth}") else None
+        last = {f"noble_{each}{depth}" for each in ("frequency", "phase", "bias")} | {f"noble_mix{depth - 1}"}
+        return 0 if name in last else None
 
     def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
         """Replace a parameter by its distributed form."""

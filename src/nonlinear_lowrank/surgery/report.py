@@ -33,7 +33,7 @@ class AugmentReport:
     parameters_before: int = 0
     parameters_added: int = 0
     flops_before: int = 0
-    """Forward FLOPs per token of all linears and of the experts that a token goes through; a multiply-add counts 2."""
+    """Forward FLOPs per token of linears, routers and the experts that a token meets; a multiply-add counts 2."""
     flops_added: int = 0
     body_parameters: int = 0
     """Parameters of the plain model without embeddings and output heads; 0: not counted."""
@@ -63,7 +63,8 @@ def measure_plain(report: AugmentReport, model: nn.Module, names: Iterable[str])
 
     The body is all but embeddings and output heads.
     """
-    counted = (each for each in model.modules() if linear_method(each) or is_linear(each) or expert_tensors(each))
+    kinds = (linear_method, is_linear, expert_tensors, is_router)
+    counted = (each for each in model.modules() if any(kind(each) for kind in kinds))
     report.parameters_before = sum(parameter.numel() for parameter in model.parameters())
     report.flops_before = sum(own_flops(each, model) for each in counted)
     if report.kind == "linear":
@@ -118,7 +119,14 @@ def own_flops(module: nn.Module, model: nn.Module) -> int:
         own = [module.in_proj_weight, module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
         return 2 * sum(weight.numel() for weight in own if weight is not None)
     patches = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.kernel_size == module.stride
-    return 2 * module.weight.numel() if patches or isinstance(module, nn.Linear | Conv1D) else 0  # type: ignore[operator]
+    matrix = patches or is_router(module) or isinstance(module, nn.Linear | Conv1D)
+    return 2 * module.weight.numel() if matrix else 0  # type: ignore[operator]
+
+
+def is_router(module: nn.Module) -> bool:
+    """Return whether a module of transformers' is a router of experts with a weight (experts, d) of its own."""
+    weight = module._parameters.get("weight")
+    return "Router" in type(module).__name__ and weight is not None and weight.ndim == 2
 
 
 def _expert_flops(module: nn.Module, model: Any) -> int:

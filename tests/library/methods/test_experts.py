@@ -26,6 +26,7 @@ CONFIGS = {
     "cosnet": NobleConfig(rank=4),
     "shared down": NobleConfig(rank=4, expert_down="shared"),
     "depth 3": NobleConfig(rank_ratio=0.25, depth=3, up_bias=True),
+    "official": NobleConfig.official(rank=4),
     "gated": NobleConfig(rank=4, activation="silu", depth=1, fusion="gated", up_bias=True, output_scale=1.5),
 }
 SINE = nlr.SineLowRankConfig(rank=4, omega=30)
@@ -68,9 +69,10 @@ def _of_expert(layer, end, e, x):
     one = {name: value if name == "down" and value.ndim == 2 else value[e] for name, value in own.items()}
     config, count = layer.noble_config, range(1, layer.noble_config.depth + 1)
     vectors = count if config.activation == "cosine" else ()
+    phases = [one[f"phase{k}"] + one[f"frequency{k}"] * one.get(f"bias{k}", 0) for k in vectors]
     branch = Branch(
         one["down"], one["up"], [one[f"mix{k}"] for k in count[:-1]], [one[f"frequency{k}"] for k in vectors],
-        [one[f"phase{k}"] for k in vectors], config.activation,
+        phases, config.activation,
     )  # fmt: skip
     added, y = noble_linear_reference(x, None, None, branch), F.linear(x, weight)
     added = added + one["up_bias"] if config.up_bias else added

@@ -78,6 +78,7 @@ LAYERS = {
     "noble-gated": lambda: noble(fusion="gated", up_bias=True),
     "noble-silu-gated": lambda: noble(activation="silu", depth=1, fusion="gated", output_scale=1.5),
     "noble-depth-3-biased": lambda: noble(depth=3, up_bias=True),
+    "noble-official": lambda: noble(bottleneck_bias=True, mix_scale=0.5),
     "noble-dropout": lambda: noble(dropout=0.3),
     "noble-conv1d": lambda: noble(NobleConv1D),
     "noble-shared-down": lambda: Trio(share_down="qkv"),

@@ -13,6 +13,7 @@ CONFIGS = {
     "cosnet": NobleConfig(rank=4),
     "gated": NobleConfig(rank_ratio=0.45, activation="silu", depth=1, fusion="gated", up_bias=True),
     "biased": NobleConfig(rank=4, depth=3, up_bias=True),
+    "official": NobleConfig.official(rank=4),
 }
 
 
@@ -55,6 +56,23 @@ def test_init_follows_the_table():
         assert frequency.min() >= 0.8
         assert frequency.max() <= 1.2
         assert frequency.mean().item() == pytest.approx(1.0, abs=0.06)
+
+
+def test_official_settings_draw_the_bottleneck_in_the_releases_way():
+    d_in, d_out, r = 512, 400, 128
+    layer = NobleLinear(d_in, d_out, config=NobleConfig.official(rank=r, depth=3))
+    for k in (1, 2):
+        assert getattr(layer, f"noble_mix{k}").std().item() == pytest.approx(0.5 / r**0.5, rel=0.05)
+    assert not layer.noble_bias1.any()
+    for k in (2, 3):
+        bias = getattr(layer, f"noble_bias{k}")
+        assert bias.abs().max() <= r**-0.5
+        assert bias.std().item() == pytest.approx((3 * r) ** -0.5, rel=0.3)
+    found = {name: group["lr"] for group in nlr.param_groups(layer, lr=1.0) for name, _ in group["params"]}
+    ratio = d_out / r
+    expected = {"noble_up": ratio**0.4, "noble_mix1": 1.0, "noble_frequency1": 2.0, "noble_phase1": 4.0}
+    expected |= {"noble_bias1": 1.0, "noble_down": 1.0}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
 def test_rank_must_be_low():

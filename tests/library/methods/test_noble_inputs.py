@@ -53,6 +53,7 @@ def gradients(model):
         ({"dropout": 0.3}, SHARED),
         ({}, FUSED),
         ({"depth": 3, "up_bias": True, "output_scale": 1.5}, FUSED),
+        ({"bottleneck_bias": True}, FUSED),
         ({"activation": "silu", "depth": 1}, SHARED | FUSED),
     ],
     ids=str,

@@ -220,7 +220,7 @@ def test_experts_held_as_tensors_are_listed_and_counted(capfd):
     report = nlr.augment(model, NOBLE, exclude=r".*experts")
     assert names == {name for name, why in report.skipped.items() if why == "in exclude"}
     linears = 2 * 4 * 32 * 32  # q, k, v and o of both layers
-    assert report.flops_before == 2 * (linears + 32 * 50) + 2 * 2 * experts // 4  # 2 of 8
+    assert report.flops_before == 2 * (linears + 2 * 8 * 32 + 32 * 50) + 2 * 2 * experts // 4  # 2 of 8
     assert (report.reached_parameters, report.body_parameters) == (linears, body)
     assert f"reaches {100 * linears / body:.2f} % of the body's {body:,} parameters" in capfd.readouterr().out
     rows = {row.name: row.flops for row in plain.rows}

@@ -20,11 +20,28 @@ NOBLE_ACTIVATIONS: dict[str, Any] = {
 }
 
 
+def draw_mix(mix: Tensor, scale: float | None) -> None:
+    """Draw mixing matrices (..., r, r): N(0, (scale / sqrt(r))^2), or Xavier uniform."""
+    r = mix.shape[-1]
+    if scale is not None:
+        init.normal_(mix, std=scale / r**0.5)
+    elif mix.ndim == 2:
+        init.xavier_uniform_(mix)
+    else:
+        init.uniform_(mix, -((3 / r) ** 0.5), (3 / r) ** 0.5)
+
+
+def draw_bias(bias: Tensor, name: str) -> None:
+    """Draw biases of the bottleneck (..., r): the first zero, others U(-1, 1) / sqrt(r)."""
+    bound = 0.0 if name.endswith("1") else bias.shape[-1] ** -0.5
+    init.uniform_(bias, -bound, bound)
+
+
 class NobleBranch(Layer):
     """A linear with a permanent nonlinear low-rank branch (Smith, "NOBLE", arXiv:2603.06492, section 3).
 
         h = x Wdown^T                        (..., r)
-        c1 = cos(w1 * h + p1)
+        c1 = cos(w1 * h + p1)                (with biases w1 * (h + b1) + p1, and so on)
         c2 = cos(w2 * (c1 M^T) + p2)
         y = x W^T + b + c2 Wup^T
 
@@ -48,6 +65,7 @@ class NobleBranch(Layer):
         shapes |= {f"mix{k}": (rank, rank) for k in range(1, depth)}
         for k in range(1, depth + 1) if settings["activation"] == "cosine" else ():
             shapes |= {f"frequency{k}": (rank,), f"phase{k}": (rank,)}  # type: ignore[dict-item]
+            shapes |= {f"bias{k}": (rank,)} if settings.get("bottleneck_bias") else {}  # type: ignore[dict-item]
         shapes |= {"up_bias": (d_out,)} if settings["up_bias"] else {}  # type: ignore[dict-item]
         shapes |= {"fusion": (1,)} if settings["fusion"] == "gated" else {}  # type: ignore[dict-item]
         for name, shape in shapes.items():
@@ -70,7 +88,9 @@ class NobleBranch(Layer):
             elif kind == "up":
                 init.normal_(tensor, std=settings["up_scale"] / self.rank**0.5 if scratch else 0.0)
             elif kind == "mix":
-                init.xavier_uniform_(tensor)
+                draw_mix(tensor, settings.get("mix_scale"))
+            elif kind == "bias" and name != "bias":
+                draw_bias(tensor, name)
             elif kind == "frequency":
                 init.uniform_(tensor, *settings["frequency_range"])
             elif kind == "phase":
@@ -89,6 +109,7 @@ class NobleBranch(Layer):
                 u = F.linear(u, getattr(module, f"noble_mix{k - 1}"))
             z = wide(u)
             if settings["activation"] == "cosine":
+                z = z + wide(getattr(module, f"noble_bias{k}")) if settings.get("bottleneck_bias") else z
                 z = wide(getattr(module, f"noble_phase{k}")) + z * wide(getattr(module, f"noble_frequency{k}"))
             u = NOBLE_ACTIVATIONS[settings["activation"]](z).to(dtype)
         branch = F.linear(F.dropout(u, settings["dropout"], module.training), module.noble_up)

@@ -9,7 +9,7 @@ from transformers import initialization as init
 
 from .core import EXPERT_LAYERS, Layer, wide
 from .experts import SortedExperts, experts_forward, grouped_product, plain_product, projections, subclass_of
-from .noble import NOBLE_ACTIVATIONS, noble_rank, noble_scale
+from .noble import NOBLE_ACTIVATIONS, draw_bias, draw_mix, noble_rank, noble_scale
 
 
 class NobleExperts(Layer, SortedExperts):
@@ -36,6 +36,7 @@ class NobleExperts(Layer, SortedExperts):
             shapes |= {f"mix{k}": (count, r, r) for k in range(1, depth)}
             for k in range(1, depth + 1) if settings["activation"] == "cosine" else ():
                 shapes |= {f"frequency{k}": (count, r), f"phase{k}": (count, r)}
+                shapes |= {f"bias{k}": (count, r)} if settings.get("bottleneck_bias") else {}
             shapes |= {"up_bias": (count, d_out)} if settings["up_bias"] else {}
             shapes |= {"fusion": (count,)} if settings["fusion"] == "gated" else {}
             for name, shape in shapes.items():
@@ -57,7 +58,9 @@ class NobleExperts(Layer, SortedExperts):
                 elif kind == "up":
                     init.normal_(tensor, std=settings["up_scale"] / r**0.5 if scratch else 0.0)
                 elif kind == "mix":
-                    init.uniform_(tensor, -((3 / r) ** 0.5), (3 / r) ** 0.5)  # Xavier's, of one r x r
+                    draw_mix(tensor, settings.get("mix_scale"))
+                elif kind == "bias" and name.startswith("noble_"):
+                    draw_bias(tensor, name)
                 elif kind == "frequency":
                     init.uniform_(tensor, *settings["frequency_range"])
                 elif kind == "phase":
@@ -89,6 +92,7 @@ class NobleExperts(Layer, SortedExperts):
         for k in range(1, settings["depth"] + 1):
             z = wide(product(u, own(f"mix{k - 1}")) if k > 1 else u)
             if settings["activation"] == "cosine":
+                z = z + wide(own(f"bias{k}"))[expert_S] if settings.get("bottleneck_bias") else z
                 z = torch.addcmul(wide(own(f"phase{k}"))[expert_S], z, wide(own(f"frequency{k}"))[expert_S])
             u = NOBLE_ACTIVATIONS[settings["activation"]](z).to(dense.dtype)
         branch = product(F.dropout(u, settings["dropout"], self.training), own("up"))

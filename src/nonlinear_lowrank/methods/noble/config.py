@@ -50,6 +50,10 @@ class NobleConfig:
     """Frequencies are uniform in it."""
     phase_std: float = 0.1
     """Standard deviation of the phases."""
+    mix_scale: float | None = None
+    """Mixing matrices have standard deviation mix_scale / sqrt(r). None: Xavier uniform."""
+    bottleneck_bias: bool = False
+    """A bias before each cosine, as the authors' release has: cos(frequency * (z + bias) + phase)."""
     up_lr_power: float = 0.6
     """Learning-rate multiplier of noble_up: (min(d_in, d_out) / r) ** up_lr_power."""
     mix_lr_power: float = 0.45
@@ -101,16 +105,18 @@ class NobleConfig:
                 "depth is 1 or 2, or 3 with the cosine"
             )
         check_share("dropout", self.dropout)
-        for name in ("up_bias", "fuse_shared_inputs"):
+        for name in ("up_bias", "fuse_shared_inputs", "bottleneck_bias"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.bottleneck_bias and self.activation != "cosine":
+            raise UserError(f"bottleneck_bias needs activation='cosine', got {self.activation!r}; omit it")
         if self.fuse_shared_inputs and (self.fusion != "add" or self.dropout):
             raise UserError("fuse_shared_inputs needs fusion='add' and dropout=0")
         limits = self.frequency_range
         pair = isinstance(limits, tuple) and len(limits) == 2 and all(isinstance(each, int | float) for each in limits)
         if not (pair and -math.inf < limits[0] <= limits[1] < math.inf):
             raise UserError(f"frequency_range must be two finite numbers, (low, high), got {limits!r}")
-        for name in ("dense_scale", "up_scale", "phase_std"):
+        for name in ("dense_scale", "up_scale", "phase_std", *(("mix_scale",) if self.mix_scale is not None else ())):
             check_number(name, getattr(self, name), minimum=0)
         for name in ("frequency_lr", "phase_lr", *(("output_scale",) if self.output_scale is not None else ())):
             check_number(name, getattr(self, name), above=0)
@@ -118,6 +124,21 @@ class NobleConfig:
             check_number(name, getattr(self, name), minimum=-_HIGHEST_POWER)
             if getattr(self, name) > _HIGHEST_POWER:
                 raise UserError(f"{name} must be at most {_HIGHEST_POWER}, got {getattr(self, name)!r}")
+
+    @classmethod
+    def official(cls, **changes: Any) -> "NobleConfig":
+        """Return the settings of the authors' release (github.com/canva-research/noble), which are not the paper's.
+
+        Rank 32, biases in the bottleneck, mixing matrices N(0, (0.5 / sqrt(r))^2), and learning rates times 2
+        (frequencies), 4 (phases) and s^0.4 (noble_up), s = min(d_in, d_out) / r. That of the mixing matrices is 1: the
+        release sets s^0.5 where no optimizer reads it. From the second on, biases start as torch's linears do.
+        `load_released` reads the release's state dicts.
+
+        Args:
+            **changes: fields to set otherwise.
+        """
+        rates = {"up_lr_power": 0.4, "mix_lr_power": 0.0, "frequency_lr": 2.0, "phase_lr": 4.0}
+        return cls(**{"rank": 32, "bottleneck_bias": True, "mix_scale": 0.5, **rates, **changes})
 
     def rank_of(self, d_in: int, d_out: int) -> int:
         """Return r of a layer d_in -> d_out."""

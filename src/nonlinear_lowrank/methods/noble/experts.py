@@ -10,6 +10,7 @@ and decay are those of the same tensor in the table of `layer.py`, with fans of 
 | noble_P_mix{k}        | (E, r, r)      |                                                |
 | noble_P_frequency{k}  | (E, r)         |                                                |
 | noble_P_phase{k}      | (E, r)         |                                                |
+| noble_P_bias{k}       | (E, r)         | with bottleneck_bias only                      |
 | noble_P_up_bias       | (E, d_out)     | with up_bias only                              |
 | noble_P_fusion        | (E)            | with fusion="gated" only                       |
 
@@ -37,6 +38,7 @@ from nonlinear_lowrank.methods.experts import (
 )
 
 from .config import NobleConfig
+from .inits import draw_bias, draw_mix
 from .op import activation_function, wide
 
 _ENDS = ("in", "out")
@@ -81,14 +83,14 @@ class NobleExperts(MultiplierLayer, ExpertsLayer):
         """Draw the branches' tensors only."""
         config = self.noble_config
         for end, each in self.ends():
-            r = config.rank_of(each.d_in, each.d_out)
             init.normal_(self._own(end, "down"), std=each.d_in**-0.5)
             for k in range(1, config.depth):
-                bound = (3 / r) ** 0.5  # Xavier's, of one r x r
-                init.uniform_(self._own(end, f"mix{k}"), -bound, bound)
+                draw_mix(self._own(end, f"mix{k}"), config.mix_scale)
             for k in range(1, config.depth + 1) if config.activation == "cosine" else ():
                 init.uniform_(self._own(end, f"frequency{k}"), *config.frequency_range)
                 init.normal_(self._own(end, f"phase{k}"), std=config.phase_std)
+                if config.bottleneck_bias:
+                    draw_bias(self._own(end, f"bias{k}"), k)
             for zero in ("up_bias", "fusion"):
                 if (tensor := getattr(self, f"noble_{end}_{zero}", None)) is not None:
                     init.zeros_(tensor)
@@ -127,6 +129,9 @@ class NobleExperts(MultiplierLayer, ExpertsLayer):
         inner = [self._own(end, f"mix{k}") for k in range(1, config.depth)]
         for vector in ("frequency", "phase") if config.activation == "cosine" else ():
             inner += [self._own(end, f"{vector}{k}") for k in range(1, config.depth + 1)]
+        for k in range(1, config.depth + 1) if config.bottleneck_bias else ():  # as in `layer`
+            frequency, bias = (wide(self._own(end, f"{vector}{k}")) for vector in ("frequency", "bias"))
+            inner[k - 1 - config.depth] = wide(inner[k - 1 - config.depth]) + frequency * bias
         inputs: Any = (h_SR.to(y_SO.dtype), expert_S, ends_E, config.activation, *inner)
         if torch.is_grad_enabled() and not torch.compiler.is_exporting():
             u_SR: Any = checkpoint(bottlenecks, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -156,6 +161,7 @@ def branch_shapes(experts: Any, config: NobleConfig) -> dict[str, tuple[int, ...
         own |= {f"mix{k}": (count, r, r) for k in range(1, config.depth)}
         for k in range(1, config.depth + 1) if config.activation == "cosine" else ():
             own |= {f"frequency{k}": (count, r), f"phase{k}": (count, r)}
+            own |= {f"bias{k}": (count, r)} if config.bottleneck_bias else {}
         own |= {"up_bias": (count, each.d_out)} if config.up_bias else {}
         own |= {"fusion": (count,)} if config.fusion == "gated" else {}
         shapes |= {f"noble_{end}_{name}": shape for name, shape in own.items()}

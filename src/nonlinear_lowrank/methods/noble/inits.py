@@ -1,4 +1,4 @@
-"""Linears that a model draws in a way of their own, and that keep their draw when the others get the paper's init.
+"""Draws of a branch's tensors, and linears that keep a model's own draw when the others get the paper's init.
 
 A residual projection scaled down by the depth (GPT-2, ModernBERT), T5's queries, whose attention has no scale, gates
 that start at zero (xLSTM), biases that are not zero. Found by what was drawn: most weights of a model have one standard
@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from nonlinear_lowrank.methods.matrix import linear_shape
 
@@ -22,6 +23,23 @@ _LAWS: Sequence[Callable[[int, int], float]] = (
     lambda d_in, d_out: d_out**-0.5,
 )
 _NEAR = 0.25  # of a standard deviation's law; that of 256 numbers is off by 0.04
+
+
+def draw_mix(mix: Tensor, scale: float | None) -> None:
+    """Draw mixing matrices (..., r, r): N(0, (scale / sqrt(r))^2), or Xavier uniform, with the fans of one."""
+    r = mix.shape[-1]
+    if scale is not None:
+        init.normal_(mix, std=scale / r**0.5)
+    elif mix.ndim == 2:
+        init.xavier_uniform_(mix)
+    else:
+        init.uniform_(mix, -((3 / r) ** 0.5), (3 / r) ** 0.5)
+
+
+def draw_bias(bias: Tensor, k: int) -> None:
+    """Draw biases (..., r) before the k-th activation: the first zero, others U(-1, 1) / sqrt(r)."""
+    bound = 0.0 if k == 1 else bias.shape[-1] ** -0.5
+    init.uniform_(bias, -bound, bound)
 
 
 def folded(name: str) -> str:

@@ -12,10 +12,12 @@ Init and learning-rate table; every entry is a field of `NobleConfig`, the defau
 | noble_mix{k}      | (r, r)        | Xavier uniform                    | s ^ 0.45 | yes   |
 | noble_frequency{k}| (r)           | U(0.8, 1.2)                       | 3        | no    |
 | noble_phase{k}    | (r)           | N(0, 0.1^2)                       | 5        | no    |
+| noble_bias{k}     | (r)           | 0; U(-1, 1) / sqrt(r) from k = 2  | 1        | no    |
 | noble_up_bias     | (d_out)       | 0                                 | 1        | no    |
 | noble_fusion      | (1)           | 0                                 | 1        | no    |
 
-The last two exist with up_bias and with fusion="gated" only. On a pretrained model the weight and bias stay as they
+The last three exist with bottleneck_bias, up_bias and fusion="gated" only. With mix_scale the mixing matrices are
+N(0, (mix_scale / sqrt(r))^2). On a pretrained model the weight and bias stay as they
 are and noble_up starts at zero.
 
 With fusion="gated" (noble_notes_zh.md, section 7.1) the output is a mixture instead of the paper's sum:
@@ -49,8 +51,8 @@ from nonlinear_lowrank.methods.matrix import linear_shape
 
 from .config import NobleConfig
 from .experts import NobleExperts, branch_shapes
-from .inits import has_own_init, own_inits
-from .op import Branch, bottleneck, noble_branch, noble_linear
+from .inits import draw_bias, draw_mix, has_own_init, own_inits
+from .op import Branch, bottleneck, noble_branch, noble_linear, wide
 
 if TYPE_CHECKING:
     from .inputs import NobleGroup, SharedDown
@@ -87,6 +89,7 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
         if config.activation == "cosine":
             for k in range(1, config.depth + 1):
                 shapes |= {f"noble_frequency{k}": (r,), f"noble_phase{k}": (r,)}
+                shapes |= {f"noble_bias{k}": (r,)} if config.bottleneck_bias else {}
         shapes["noble_up_bias"] = (d_out,) if config.up_bias else None
         shapes["noble_fusion"] = (1,) if config.fusion == "gated" else None
         for name, shape in shapes.items():
@@ -101,6 +104,9 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
         mixes = [getattr(self, f"noble_mix{k}") for k in range(1, depth)]
         frequencies = [getattr(self, f"noble_frequency{k}") for k in layers]
         phases = [getattr(self, f"noble_phase{k}") for k in layers]
+        if self.noble_config.bottleneck_bias:  # f (z + b) + p = f z + (p + f b): the operators know phases alone
+            own = zip(phases, frequencies, (getattr(self, f"noble_bias{k}") for k in layers), strict=True)
+            phases = [wide(phase) + wide(frequency) * wide(bias) for phase, frequency, bias in own]
         return Branch(self.noble_down, self.noble_up, mixes, frequencies, phases, activation)
 
     def reset_parameters(self) -> None:
@@ -122,10 +128,12 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
         else:
             self.draw_up()
         for mix in branch.mixes:
-            init.xavier_uniform_(mix)
-        for frequency, phase in zip(branch.frequencies, branch.phases, strict=True):
+            draw_mix(mix, config.mix_scale)
+        for k, frequency in enumerate(branch.frequencies, 1):
             init.uniform_(frequency, *config.frequency_range)
-            init.normal_(phase, std=config.phase_std)
+            init.normal_(getattr(self, f"noble_phase{k}"), std=config.phase_std)
+            if config.bottleneck_bias:
+                draw_bias(getattr(self, f"noble_bias{k}"), k)
         for zero in (self.noble_up_bias, self.noble_fusion):
             if zero is not None:
                 init.zeros_(zero)
@@ -323,7 +331,8 @@ class NobleMethod(Method):
                 continue
             (d_in, d_out), own = linear_shape(module), configs[name]
             products = _products(d_in, d_out, own, name not in without)
-            vectors = 2 * own.depth * own.rank_of(d_in, d_out) if own.activation == "cosine" else 0
+            vectors = (2 + own.bottleneck_bias) * own.depth * own.rank_of(d_in, d_out)
+            vectors = vectors if own.activation == "cosine" else 0
             parameters += products + vectors + own.up_bias * d_out + (own.fusion == "gated")
             flops += 2 * products
         return parameters, flops
@@ -388,6 +397,7 @@ def _roles(layer: Any, shape: tuple[int, int]) -> Iterator[tuple[str, Role]]:
         yield f"mix{k}", Role("noble.mix", lr=ratio**config.mix_lr_power)
         yield f"frequency{k}", Role("noble.frequency", lr=config.frequency_lr, decay=False)
         yield f"phase{k}", Role("noble.phase", lr=config.phase_lr, decay=False)
+        yield f"bias{k}", Role("noble.bias", decay=False)
 
 
 def _expert_flops(experts: nn.Module, config: NobleConfig) -> int:
