@@ -46,7 +46,7 @@ def test_what_pages_name_exists_and_they_are_ascii(page):
     files = re.findall(r"\b(?:tests|docs|studies|benchmarks|tools|src)/[\w./-]+\.\w+", text)
     assert [path for path in (*links, *map(ROOT.joinpath, files)) if not path.exists()] == []
     commands = re.findall(r"(?:^|`|^\| `)nlr ([a-z]+)", text, re.MULTILINE)
-    recipes = re.findall(r"\bllm-(?!adapters)[a-z]+\b", text)  # that is the name of a prompt
+    recipes = re.findall(r"\bllm-(?!adapters)[a-z]+(?:-[a-z]+)*\b", text)  # that is the name of a prompt
     assert {*commands} <= {*COMMANDS}
     assert {*recipes} <= {*RECIPES}
     for target in re.findall(r"\bmake ([a-z-]+)\b`", text):

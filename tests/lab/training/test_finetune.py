@@ -38,6 +38,7 @@ def test_controls_are_what_is_none_of_our_methods():
     controls = {name for name, method in ARM_METHODS.items() if method.control}
     tuned = {"full", "head", "lora", "dora", "peanut"}
     built = {
+        "moe",
         "low-rank",
         "sigmoid-low-rank",
         "relu-low-rank",
