@@ -9,7 +9,7 @@ layers back that the config lists. Files name tensors as the plain model does (`
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, wraps
 from typing import Any
@@ -33,6 +33,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Method, dense_part, method_of_layer
 from nonlinear_lowrank.methods.experts import ExpertsLayer
 from nonlinear_lowrank.surgery.augment import apply_saved
+from nonlinear_lowrank.surgery.split import SplitLinear, drawn_whole
 
 from .modeling_file import write_modeling_file
 from .registration import CLASS_PREFIX, FIELD, TYPE_PREFIX
@@ -135,7 +136,8 @@ class AugmentedModel:
         Tensors that came from a checkpoint carry a flag and are skipped.
         """
         new = [layer for layer in augmented_layers(self) if not getattr(layer, "_is_hf_initialized", False)]
-        super().initialize_weights()  # type: ignore[misc]
+        with drawn_whole(self):  # type: ignore[arg-type]
+            super().initialize_weights()  # type: ignore[misc]
         self._draw(new)
 
     @classmethod
@@ -196,7 +198,9 @@ class AugmentedModel:
         """
         if getattr(distributed_config, "tp_size", None) not in (None, 1):
             unable = [method.name for method in _methods_in(model) if not method.tensor_parallel]
-            if unable := sorted(unable + ["experts"] * any(isinstance(e, ExpertsLayer) for e in model.modules())):
+            for name, kind in (("experts", ExpertsLayer), ("split_fused", SplitLinear)):
+                unable += [name] * any(isinstance(each, kind) for each in model.modules())
+            if unable := sorted(unable):
                 raise UserError(f"layers of {', '.join(unable)} cannot be split by tensor parallelism; use DDP or FSDP")
             if not hasattr(PreTrainedModel, "_resolve_parallel_plans"):
                 raise UserError(f"tensor parallelism needs transformers>=5.23, got {transformers.__version__}")
@@ -265,16 +269,26 @@ def _entries_for(model: Any, entries: list[Any]) -> list[dict[str, Any]]:
     a head are absent under another one. That no tensor is lost by it is checked when the checkpoint is loaded.
     """
     # A classifier's backbone, built by AutoModel, has its layers already. Places that share a module are their own.
-    plain = {name for name, each in model.named_modules(remove_duplicate=False) if method_of_layer(each) is None}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    layers = {name for name, each in modules.items() if method_of_layer(each) is not None}
+    plain = modules.keys() - layers
     prefix = model.base_model_prefix + "."
     resolved = []
     for entry in entries:
         if not isinstance(entry, dict) or not {"method", "config"} <= entry.keys() or not entry.get("modules"):
             raise UserError(f"the config field {FIELD!r} must list method, config and modules, got {entry!r}")
-        spellings = [(name, name.removeprefix(prefix), prefix + name) for name in entry["modules"]]
-        names = [next((name for name in each if name in plain), None) for each in spellings]
-        resolved.append({**entry, "modules": [name for name in names if name is not None]})
+        splits = [_renamed(row, plain, prefix) for row in entry.get("split", ())]
+        for row in splits:
+            plain |= {f"{name}.{part}" for name in row["modules"] for part in row["names"]} - layers
+        resolved.append({**_renamed(entry, plain, prefix), **({"split": splits} if splits else {})})
     return resolved
+
+
+def _renamed(row: dict[str, Any], names: Collection[str], prefix: str) -> dict[str, Any]:
+    """Return a row with its "modules" as they are spelled among `names`, without those that are not there."""
+    spellings = [(name, name.removeprefix(prefix), prefix + name) for name in row["modules"]]
+    found = (next((name for name in each if name in names), None) for each in spellings)
+    return {**row, "modules": [name for name in found if name is not None]}
 
 
 def check_loading_info(model: Any, info: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ def write_modeling_file(config: Any, base: Any, folder: str | Path) -> None:
     """Write the file into a folder for an augmented config of the plain class `base`, and set the config's `auto_map`.
 
     Nothing is written, and there is no `auto_map`, with `config.modeling_file = False`, for a backbone that
-    transformers does not have, and for a method without a part.
+    transformers does not have, for a method without a part, and for split projections.
     """
     vars(config).pop("auto_map", None)
     entries = getattr(config, FIELD, None) or []
@@ -77,9 +77,11 @@ def _auto_models(base: Any) -> dict[str, Any]:
 
 
 def _parts(entries: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the parts for these methods, each behind those it needs; none where a method has no part."""
+    """Return the parts for these methods, each behind those it needs; none where one has none, or of splits."""
     names = ["core"]
     for entry in entries:
+        if entry.get("split"):
+            return []
         part = entry["method"].replace("-", "_")
         of_experts = entry["config"].get("experts") or any(
             "expert" in name.rpartition(".")[2] for name in entry["modules"]

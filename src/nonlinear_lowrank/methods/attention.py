@@ -4,6 +4,8 @@ from typing import Any
 
 from torch import nn
 
+from .matrix import linear_shape
+
 SEPARATE = ("q_proj", "query", "query_proj", "q_lin", "q_linear", "linear_q", "to_q", "wq", "q", "q_attn")
 """Names of query projections."""
 KEYS = ("k_proj", "key", "key_proj", "k_lin", "k_linear", "linear_k", "to_k", "wk", "k")
@@ -52,20 +54,42 @@ def row_groups(name: str, parent: Any) -> int | None:
     return None if own == BY_HEAD else 1
 
 
+def _stated(parent: nn.Module | None, *names: str) -> int | None:
+    """Return the first of these integers that an attention or its config has."""
+    found = (getattr(source, name, None) for source in (parent, getattr(parent, "config", None)) for name in names)
+    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
+
+
 def attention_heads(parent: nn.Module | None) -> tuple[int | None, int | None]:
     """Return the number of an attention's query heads and their width; None where neither it nor its config says."""
-    sources = [parent, getattr(parent, "config", None)]
-
-    def first(*names: str) -> int | None:
-        found = (getattr(source, name, None) for source in sources for name in names)
-        return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
-
-    heads = first("num_heads", "num_attention_heads", "n_heads", "n_head")
-    head = first("head_dim", "attention_head_size", "head_size")
-    width = first("embed_dim", "hidden_size", "d_model")
+    heads = _stated(parent, "num_heads", "num_attention_heads", "n_heads", "n_head")
+    head = _stated(parent, "head_dim", "attention_head_size", "head_size")
+    width = _stated(parent, "embed_dim", "hidden_size", "d_model")
     if head is None and heads is not None and width is not None:
         head = width // heads
     return heads, head
+
+
+def fused_widths(name: str, module: Any, parent: nn.Module) -> tuple[tuple[str, ...], tuple[int, ...], int] | str:
+    """Return names and widths of the parts of a fused projection, and the number of groups in which they take turns.
+
+    Where name, width and attention do not tell them: the reason, as the end of a sentence.
+    """
+    d_in, d_out = linear_shape(module)
+    if holds_keys_and_values(module):
+        return ("k_proj", "v_proj"), (d_out // 2, d_out // 2), 1
+    (heads, head), groups, kind = attention_heads(parent), row_groups(name, parent), type(parent).__name__
+    if groups is None or getattr(parent, "is_cross_attention", False):
+        return f"{kind} does not say how its rows of q, k and v take turns"
+    q = k = d_in
+    if heads is not None and head is not None:
+        # Without a number of their own there are as many keys and values.
+        q = heads * head
+        k = head * (_stated(parent, "num_key_value_heads", "num_kv_heads", "kv_heads") or heads)
+    if d_out != q + 2 * k or q % groups or k % groups:
+        return f"its {d_in} -> {d_out} are not the {q} queries and twice {k} keys and values of {kind}"
+    others = ("v_proj", "k_proj") if kind.startswith("CodeGen") else ("k_proj", "v_proj")
+    return ("q_proj", *others), (q, k, k), groups
 
 
 def holds_keys_and_values(module: Any) -> bool:

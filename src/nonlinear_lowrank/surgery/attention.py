@@ -232,17 +232,22 @@ def _refused(name: str, attention: nn.MultiheadAttention, model: nn.Module) -> s
     """Return why an attention stays as it is, or an empty string."""
     parts = name.split(".")
     around = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts))]
-    own = list(attention.parameters())
     if any(isinstance(each, PreTrainedModel) for each in around):
         return "is torch's attention in a model of transformers, whose files have one tensor of its q, k and v"
-    if any(is_parametrized(each) or any(getattr(each, kind) for kind in _HOOKS) for each in attention.modules()):
-        return "has hooks or parametrizations, which a swap would lose; augment the model first"
-    if not all(map(holds_numbers, own)):
-        return "is quantized or split over devices; augment the model first"
-    holders = Counter(id(each) for module in model.modules() for each in module._parameters.values())
-    if any(holders[id(each)] > 1 for each in own):
-        return "shares tensors with another module"
+    if why := kept_back(attention, model):
+        return why
     for reader in around:
         if not type(reader).__module__.startswith("torch.nn.") and "in_proj_weight" in names_read(reader):
             return f"the forward of {type(reader).__name__} takes its in_proj_weight without calling it"
     return ""
+
+
+def kept_back(module: nn.Module, model: nn.Module) -> str:
+    """Return why the tensors of a module of a model cannot be handed to new modules, or an empty string."""
+    own = list(module.parameters())
+    if any(is_parametrized(each) or any(getattr(each, kind) for kind in _HOOKS) for each in module.modules()):
+        return "has hooks or parametrizations, which a swap would lose; augment the model first"
+    if not all(map(holds_numbers, own)):
+        return "is quantized or split over devices; augment the model first"
+    holders = Counter(id(each) for module in model.modules() for each in module._parameters.values())
+    return "shares tensors with another module" if any(holders[id(each)] > 1 for each in own) else ""

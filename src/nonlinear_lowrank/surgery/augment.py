@@ -23,6 +23,7 @@ from nonlinear_lowrank.methods.matrix import replace_modules
 
 from .attention import unfused
 from .report import AugmentReport, measure_plain
+from .split import apply_splits, check_split, saved_splits, split_linears
 from .targets import Patterns, choose_found, choose_linears, expert_tensors, holds_numbers
 
 after_augment: list[Callable[[nn.Module, dict[str, Any]], None]] = []
@@ -38,6 +39,7 @@ def augment(
     select: Collection[str] | None = None,
     budget: str | None = None,
     fuse_shared_inputs: bool = False,
+    split_fused: bool = False,
     verbose: bool = True,
 ) -> AugmentReport:
     """Swap a model's linears, or activations, in place, for a method's layers.
@@ -60,15 +62,18 @@ def augment(
             as that allows, the same share of each layer's width (`rank_ratio`), in place of the config's.
         fuse_shared_inputs: NOBLE's query, key and value, and gate and up, projections are computed together, as with
             that field of its config.
+        split_fused: fused projections whose parts can be told (`qkv_proj`, `c_attn`, `gate_up_proj`) become a linear a
+            part, `qkv_proj.q_proj` and so on, which are the names for the other options (`surgery.split`). Files of
+            the model then have these names as well.
         verbose: print the report.
 
     Returns:
         What was swapped and what was skipped, with parameters and FLOPs.
 
     Raises:
-        UserError: a pattern or a name matches nothing, a budget cannot be met, there is nothing to swap, the rank
-            does not fit or groups do not divide the width, a target is frozen, quantized, hooked, parametrized, not
-            called by the model's code, or augmented already.
+        UserError: a pattern or a name matches nothing, a budget cannot be met, there is nothing to swap or to split,
+            the rank does not fit or groups do not divide the width, a target is frozen, quantized, hooked,
+            parametrized, not called by the model's code, or augmented already.
     """
     method = known_method(config)
     if fuse_shared_inputs:
@@ -80,14 +85,16 @@ def augment(
 
     report = AugmentReport(method=method.name, config=config, kind=method.kind)
     found = method.find(model, config)
-    with unfused(model, found is None) as fused:
+    with unfused(model, found is None) as fused, split_linears(model, found is None and split_fused) as whole:
         if found is None:
             # With a budget there is a rank for every linear but those of width 1.
             lowest = config if budget is None or not method.budgeted else replace(config, rank_ratio=1e-9)
             names, report.skipped = choose_linears(model, method, lowest, include, exclude, select)
             report.skipped |= fused
+            if split_fused:
+                check_split(names, model, whole)
         else:
-            for option, given in (("select", select), ("budget", budget)):
+            for option, given in (("select", select), ("budget", budget), ("split_fused", split_fused or None)):
                 if given is not None:
                     raise UserError(f"{method.name} replaces {method.kind}s, and {option}= is for linears; omit it")
             names, report.skipped = choose_found(model, method, found, include, exclude)
@@ -112,11 +119,15 @@ def augment(
             layer.to(device)
         layer.reset_parameters()  # type: ignore[operator]
     report.swapped = names
-    report.details = {} if found is None else {name: found.targets[name].details for name in names}
+    report.details = {name: f"stays whole: {why}" for name, why in whole.items() if name in layers}
+    if found is not None:
+        report.details = {name: found.targets[name].details for name in names}
     report.parameters_added = sum(p.numel() for p in model.parameters()) - report.parameters_before
     report.flops_added = sum(method.flops(layer) for layer in layers.values())
 
     for entry in layer_entries(configs):
+        if splits := saved_splits(model, entry["modules"]):
+            entry["split"] = splits
         for hook in after_augment:
             hook(model, entry)
     if verbose:
@@ -163,6 +174,7 @@ def apply_saved(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> list[
     planned = []
     for entry in entries:
         method, config = read_entry(entry)
+        apply_splits(model, entry.get("split", ()))
         for name in entry["modules"]:
             module = model.get_submodule(name)
             if not method.is_target(module):
