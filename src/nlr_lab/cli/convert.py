@@ -25,6 +25,8 @@ class ConvertOptions:
     """Regular expressions that a whole name must match; default: all but output heads, poolers and heads."""
     exclude: tuple[str, ...] = ()
     """Regular expressions of names to skip."""
+    split_fused: FlagCreatePairsOff[bool] = False
+    """Make fused projections (qkv_proj, c_attn, gate_up_proj) a linear a part, each with a layer of its own."""
     up_init: Literal["zero", "paper"] = "zero"
     """NOBLE: zero: the outputs stay bit-equal; paper: the paper's small random up projection, which shifts them."""
     overwrite: FlagCreatePairsOff[bool] = False
@@ -89,6 +91,7 @@ def run_convert(arguments: list[str]) -> None:
         up_init=options.up_init,
         include=options.include or None,
         exclude=options.exclude or None,
+        split_fused=options.split_fused,
         overwrite=options.overwrite,
     )
     print(report)

@@ -66,7 +66,7 @@ class ArmKind:
 
 # Arguments of `augment` beside the config. `select` names parts of a block here: a choice by scores needs data.
 _PATTERNS = ("include", "exclude")
-_CHOICES = (*_PATTERNS, "select", "budget")
+_CHOICES = (*_PATTERNS, "select", "budget", "split_fused")
 # How settings are written in the arm's name.
 _SHORT = {"rank": "r", "activation": "", "depth": "d", "omega": "w", "include": "on-", "select": "on-"}
 _SHORT["exclude"] = "not-"
@@ -104,7 +104,7 @@ class Augmented(ArmKind):
 
     def read(self, settings: Settings) -> dict[str, Any]:
         known = (*self._fields(), *_PATTERNS)
-        known += ("select",) if self.method.kind == "linear" else ()
+        known += ("select", "split_fused") if self.method.kind == "linear" else ()
         known += ("budget",) if self.method.budgeted else ()
         if unknown := [key for key in settings if key not in known]:
             raise UserError(f"{self.name} has no setting {unknown[0]!r}; it has {', '.join(known)}")
@@ -115,6 +115,10 @@ class Augmented(ArmKind):
         if "select" in settings and not set(str(settings["select"]).split("/")) <= set(PARTS):
             parts = f"choose from {', '.join(PARTS)}, joined by '/'"
             raise UserError(f"select={settings['select']} names no part of a block; {parts}")
+        if not isinstance(settings.get("split_fused", False), bool):
+            raise UserError(f"split_fused must be true or false, got {settings['split_fused']!r}")
+        if settings.get("split_fused") and "select" in settings:
+            raise UserError("select knows no parts of fused projections; give split_fused with include instead")
         for key in settings.keys() & set(_PATTERNS):
             patterns = settings[key] if isinstance(settings[key], list | tuple) else [settings[key]]
             if not all(isinstance(each, str) for each in patterns):

@@ -198,7 +198,7 @@ class AugmentedModel:
         """
         if getattr(distributed_config, "tp_size", None) not in (None, 1):
             unable = [method.name for method in _methods_in(model) if not method.tensor_parallel]
-            for name, kind in (("experts", ExpertsLayer), ("split_fused", SplitLinear)):
+            for name, kind in (("experts", ExpertsLayer), ("split projections", SplitLinear)):
                 unable += [name] * any(isinstance(each, kind) for each in model.modules())
             if unable := sorted(unable):
                 raise UserError(f"layers of {', '.join(unable)} cannot be split by tensor parallelism; use DDP or FSDP")

@@ -73,6 +73,7 @@ def convert(
     up_init: Literal["zero", "paper"] = "zero",
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    split_fused: bool = False,
     overwrite: bool = False,
     **load: Any,
 ) -> ConvertReport:
@@ -88,6 +89,7 @@ def convert(
         up_init: "zero" for equal outputs, "paper" for the up projections of a model from scratch; NOBLE's alone.
         include: as in `augment`.
         exclude: as in `augment`.
+        split_fused: as in `augment`; outputs are then equal up to rounding.
         overwrite: replace what is in output_dir.
         **load: for from_pretrained (dtype, device_map, ...); default: the type of the saved weights.
 
@@ -115,7 +117,7 @@ def convert(
     model = load_model(source, **load)
     inputs = random_inputs(model)
     before, measured = first_output(model, inputs)
-    report = augment(model, config, include=include, exclude=exclude, verbose=False)
+    report = augment(model, config, include=include, exclude=exclude, split_fused=split_fused, verbose=False)
     if up_init == "paper":
         for layer in augmented_layers(model):
             method.draw_up(layer)

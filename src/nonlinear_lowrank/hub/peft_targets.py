@@ -8,6 +8,7 @@ from collections import defaultdict
 from typing import Any
 
 from nonlinear_lowrank.methods.base import dense_part, method_of_layer
+from nonlinear_lowrank.surgery.split import SplitLinear
 
 from .registration import TYPE_PREFIX
 
@@ -25,7 +26,7 @@ def fill_in_targets(tuner: Any, model: Any, config: Any) -> None:
     places: dict[str, list[str]] = defaultdict(list)  # whole names, by the end that they have beside the plain name
     for name, module in model.named_modules():
         plain = next((each for each in known if f".{name}".endswith(f".{each}")), None)
-        if plain is not None and (inner := _inside(module)) is not None:
+        for inner in _inside(module) if plain is not None else ():
             places[plain + inner].append(name + inner)
     # A name with two ends would also match layers that no tuner takes.
     several = len({end.removesuffix(".dense").removesuffix(".projection") for end in places}) < len(places)
@@ -33,12 +34,14 @@ def fill_in_targets(tuner: Any, model: Any, config: Any) -> None:
         config.target_modules = set().union(*places.values()) if several else set(places)
 
 
-def _inside(module: Any) -> str | None:
-    """Return the path to the plain module in a layer, "" where it is one, None where there is none."""
+def _inside(module: Any) -> list[str]:
+    """Return the paths to the plain modules in a layer or a split projection; "" where it is one, none without any."""
+    if isinstance(module, SplitLinear):
+        return [f".{part}{inner}" for part, each in module.named_children() for inner in _inside(each)]
     path = ""
     while method_of_layer(module) is not None:
         child = "projection" if hasattr(module, "projection") else "dense" if dense_part(module) is not None else None
         if child is None:
-            return None
+            return []
         module, path = getattr(module, child), f"{path}.{child}"
-    return path
+    return [path]

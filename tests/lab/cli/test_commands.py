@@ -143,6 +143,8 @@ def test_convert_makes_a_model_with_the_same_outputs(trained, capsys, tmp_path):
     out = succeed(capsys, "convert", plain, tmp_path / "rational", *exact)
     assert "bit-equal" in out
     assert "activations swapped" in out
+    split = succeed(capsys, "convert", plain, tmp_path / "split", "--rank", "4", "--split-fused")
+    assert "mlp.gate_up_proj.up_proj" in split
     wrong = tmp_path / "wrong"
     assert "rank" in refused(capsys, "convert", plain, wrong, "--rank", "32")
     for options, message in {

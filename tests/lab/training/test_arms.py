@@ -102,6 +102,9 @@ def test_short_forms_are_read_but_written_otherwise():
         ("noble:rank=4,lr=1+nonlinear-query:lr=1", "lr is given twice"),
         ("noble:lr=fast", "lr must be a finite number above 0"),
         ("noble:optimizer=sgd", "unknown optimizer .sgd.; choose one of adamw, muon"),
+        ("noble:split_fused=yes", "split_fused must be true or false, got 'yes'"),
+        ("noble:split_fused=true,select=query", "give split_fused with include instead"),
+        ("rational:split_fused=true", "rational has no setting 'split_fused'"),
         ("noble:select=head", "names no part of a block; choose from query, key"),
         ("rational:budget=5%", "rational has no setting 'budget'; it has activation, groups"),
         ("nonlinear-query:budget=5%", "no setting 'budget'"),
@@ -266,6 +269,12 @@ def test_budget_and_select_are_those_of_augment():
     assert 0 < sum(parameter.numel() for parameter in model.parameters()) - plain <= 0.4 * plain
     swapped = {part_of(name) for name, module in model.named_modules() if method_of_layer(module) is not None}
     assert swapped == {"query", "feed_forward"}
+
+
+def test_split_fused_is_that_of_augment():
+    model = Arm.parse("noble:rank=4,split_fused=true,exclude=.*attn.*").apply(FAMILIES["glm"]())
+    names = {name.partition(".mlp.")[2] for name, each in model.named_modules() if method_of_layer(each) is not None}
+    assert names == {"gate_up_proj.gate_proj", "gate_up_proj.up_proj", "down_proj"}
 
 
 def test_arm_has_its_own_optimizer():

@@ -30,6 +30,7 @@ def augmented(family, *configs, **choice):
         ("llama", [NOBLE, QK_NORM], {}, {"q_proj.projection.dense", "v_proj.dense"}),
         ("llama", [nlr.NonlinearQueryConfig()], {}, {"v_proj"}),
         ("gpt2", [NOBLE], {}, {"c_attn.dense"}),
+        ("gpt2", [NOBLE], {"split_fused": True}, {f"c_attn.{name}_proj.dense" for name in "qkv"}),
         (
             "llama",
             [NOBLE],
@@ -37,7 +38,7 @@ def augmented(family, *configs, **choice):
             {f"model.layers.{layer}.self_attn.{name}" for name in ("q_proj", "v_proj") for layer in ("0", "1")},
         ),
     ],
-    ids=["rational", "noble", "around noble", "without queries", "fused", "some layers"],
+    ids=["rational", "noble", "around noble", "without queries", "fused", "split", "some layers"],
 )
 def test_tuners_find_what_they_take_in_the_plain_model(adapter, family, methods, choice, ends):
     if adapter in (peft.LoHaConfig, peft.PeanutConfig) and family == "gpt2":

@@ -5,12 +5,17 @@ import re
 
 import pytest
 import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers.distributed import DistributedConfig
 
 import nonlinear_lowrank as nlr
 from family_checks import branches, enlarge_branches, outputs, realigned, same, train_a_step
 from family_helpers import FAMILIES
+from nonlinear_lowrank.hub import convert
 from nonlinear_lowrank.methods.base import method_of_layer
 from nonlinear_lowrank.surgery.split import SplitLinear
+from refusals import assert_refused
 
 RANK = 4
 PROJECTIONS = {
@@ -176,3 +181,162 @@ def test_parts_are_what_their_names_say(family):
     # The first position sees itself alone: only its value counts.
     assert not changed("k_proj", lambda y: 3 * y)[0]
     assert changed("v_proj", lambda y: 3 * y)[0]
+
+
+class Attention(nn.Module):
+    """Queries of 2 heads of 16, and as many keys and values as `rows` leaves."""
+
+    def __init__(self, rows=64, name="qkv_proj"):
+        super().__init__()
+        self.num_heads, self.head_dim, self.num_key_value_heads = 2, 16, 1
+        setattr(self, name, nn.Linear(32, rows))
+        self.out = nn.Linear(32, 32)
+        self.name = name
+
+    def forward(self, x):
+        return self.out(getattr(self, self.name)(x)[..., :32])
+
+
+class Gated(nn.Module):
+    """Gate and up in turns, which no code cuts into halves."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(32, 96), nn.Linear(48, 32)
+
+    def forward(self, x):
+        gate_up = self.gate_up_proj(x)
+        return self.down_proj(gate_up[..., ::2] * gate_up[..., 1::2])
+
+
+class Cross(Attention):
+    is_cross_attention = True
+
+
+UNTOLD = {
+    "wider": (Attention(96), "qkv_proj", "its 32 -> 96 are not the 32 queries and twice 16 keys and values"),
+    "by head": (Attention(name="query_key_value"), "query_key_value", "does not say how its rows of q, k and v take"),
+    "cross": (Cross(), "qkv_proj", "Cross does not say how its rows of q, k and v take turns"),
+    "in turns": (Gated(), "gate_up_proj", "Gated does not say that its 32 -> 96 are gate and up, a half each"),
+}
+
+
+@pytest.mark.parametrize(("untold", "name", "why"), UNTOLD.values(), ids=UNTOLD)
+def test_a_projection_of_untold_parts_stays_whole_and_is_reported(untold, name, why):
+    model = nn.ModuleDict({"told": Attention(), "untold": copy.deepcopy(untold)})
+    report = nlr.augment(model, nlr.NobleConfig(rank=RANK), split_fused=True, verbose=False)
+    assert list(_splits(model)) == ["told.qkv_proj"]
+    assert f"untold.{name}" in report.swapped
+    assert report.details.keys() == {f"untold.{name}"}
+    assert f"swapped untold.{name}: stays whole: " in str(report)
+    assert why in str(report)
+
+
+def test_a_projection_without_a_swapped_part_is_whole_again():
+    model = nn.ModuleDict({"one": Attention(), "two": Attention()})
+    before = model["two"].qkv_proj
+    nlr.augment(model, nlr.NobleConfig(rank=RANK), split_fused=True, exclude=r"two\..*", verbose=False)
+    assert list(_splits(model)) == ["one.qkv_proj"]
+    assert model["two"].qkv_proj is before
+
+
+def test_tensors_have_storages_of_their_own():
+    """Views would keep the fused storage alive, and be saved with all of it."""
+    _, model, _ = _split("gpt2")
+    _, by_head, _ = _split("gpt_neox", exclude=".*k_proj")
+    for each in (*model.parameters(), *by_head.parameters()):
+        assert each.is_contiguous()
+        assert each.untyped_storage().nbytes() == each.nbytes
+
+
+REFUSED = {
+    "none": ("llama", RANK, {}, "needs a fused projection.* there is none; omit it"),
+    "not chosen": ("glm", RANK, {"include": ".*down_proj"}, "needs a fused projection.* there is none; omit it"),
+    "rank": ("phi3", 16, {"include": ".*qkv_proj.*"}, r"qkv_proj\.k_proj: rank 16 is not low"),
+    "fused name": ("phi3", RANK, {"include": ".*qkv_proj"}, "matches no linear's whole name"),
+}
+
+
+@pytest.mark.parametrize(("family", "rank", "options", "words"), REFUSED.values(), ids=REFUSED)
+def test_refused_and_the_model_is_as_it_was(family, rank, options, words):
+    model = FAMILIES[family].build()
+    before = list(model.named_modules())
+    assert_refused(words, nlr.augment, model, nlr.NobleConfig(rank=rank), split_fused=True, verbose=False, **options)
+    assert list(model.named_modules()) == before
+
+
+def test_refused_for_activations_hooks_and_tensor_parallelism():
+    model = FAMILIES["gpt2"].build()
+    words = "replaces activations, and split_fused= is for linears"
+    assert_refused(words, nlr.augment, model, nlr.RationalConfig(groups=4), split_fused=True)
+    handle = model.transformer.h[1].attn.c_attn.register_forward_hook(lambda *_: None)
+    words = r"h\.1\.attn\.c_attn has hooks"
+    assert_refused(words, nlr.augment, model, nlr.NobleConfig(rank=RANK), split_fused=True)
+    handle.remove()
+    nlr.augment(model, nlr.NobleConfig(rank=RANK), split_fused=True, verbose=False)
+    words = "layers of split projections cannot be split by tensor parallelism"
+    assert_refused(words, type(model).maybe_distribute_model, model, DistributedConfig(tp_size=2), None)
+
+
+@pytest.mark.parametrize("family", ["phi3", "gpt2", "gpt_neox", "falcon-40b"])
+@pytest.mark.parametrize("config", [nlr.SineLowRankConfig(rank=4, omega=100.0), nlr.NonlinearQueryConfig()])
+def test_other_methods_take_parts(family, config, tmp_path):
+    model = FAMILIES[family].build()
+    report = nlr.augment(model, config, split_fused=True, verbose=False)
+    parts = {name.rpartition(".")[2] for name in report.swapped if "q_proj" in name or "v_proj" in name}
+    assert parts >= {"q_proj"}
+    assert ("v_proj" in parts) == isinstance(config, nlr.SineLowRankConfig)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    inputs = FAMILIES[family].inputs(model)
+    assert same(outputs(realigned(loaded), inputs), outputs(realigned(model), inputs))
+
+
+@pytest.mark.parametrize("shared", [{"fuse_shared_inputs": True}, {"share_down": "qkv"}, {}])
+@pytest.mark.parametrize("family", ["phi3", "gpt2", "gpt_neox", "falcon-40b"])
+def test_optimized_for_inference(family, shared):
+    model = FAMILIES[family].build()
+    nlr.augment(model, nlr.NobleConfig(rank=RANK, **shared), split_fused=True, verbose=False)
+    model = enlarge_branches(model).double()
+    grouped = [each for each in branches(model).values() if each.noble_group or each.noble_shared]
+    assert bool(grouped) == bool(shared)
+    inputs = FAMILIES[family].inputs(model)
+    expected = outputs(model, inputs)
+    found = outputs(nlr.optimize_for_inference(model), inputs)
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-5)  # norms compute in float32
+
+
+def test_another_head_and_the_backbone_load(tmp_path):
+    _, model, _ = _split("phi3", init="scratch")
+    model.save_pretrained(tmp_path)
+    for auto in (AutoModel, AutoModelForSequenceClassification):
+        loaded = auto.from_pretrained(tmp_path)
+        assert len(_splits(loaded)) == len(_splits(model))
+        assert len(branches(loaded)) == len(branches(model))
+
+
+def test_a_second_method_goes_on_with_the_parts(tmp_path):
+    model = FAMILIES["gpt2"].build()
+    nlr.augment(model, nlr.NonlinearQueryConfig(), split_fused=True, verbose=False)
+    report = nlr.augment(model, nlr.NobleConfig(rank=RANK), verbose=False)
+    assert "transformer.h.0.attn.c_attn.v_proj" in report.swapped
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    inputs = FAMILIES["gpt2"].inputs(model)
+    assert same(outputs(realigned(loaded), inputs), outputs(realigned(model), inputs))
+
+
+def test_a_config_that_does_not_fit_is_refused(tmp_path):
+    _, model, _ = _split("gpt2")
+    entry = model.config.nonlinear_lowrank[0]
+    entry["split"][0]["widths"] = [32, 32, 16]
+    assert_refused("the config splits 'transformer.h.0.attn.c_attn'", type(model), model.config)
+
+
+def test_converted_outputs_stay(tmp_path):
+    plain = FAMILIES["gpt2"].build()
+    plain.save_pretrained(tmp_path / "plain")
+    report = convert(tmp_path / "plain", tmp_path / "out", nlr.NobleConfig(rank=RANK), split_fused=True)
+    assert report.difference < 1e-6
+    assert "transformer.h.0.attn.c_attn.q_proj" in report.augmented.swapped
+    assert len(_splits(AutoModel.from_pretrained(tmp_path / "out"))) == 2
