@@ -26,7 +26,9 @@ def fill_in_targets(tuner: Any, model: Any, config: Any) -> None:
     places: dict[str, list[str]] = defaultdict(list)  # whole names, by the end that they have beside the plain name
     for name, module in model.named_modules():
         plain = next((each for each in known if f".{name}".endswith(f".{each}")), None)
-        for inner in _inside(module) if plain is not None else ():
+        if plain is None:
+            continue
+        for inner in _inside(module):
             places[plain + inner].append(name + inner)
     # A name with two ends would also match layers that no tuner takes.
     several = len({end.removesuffix(".dense").removesuffix(".projection") for end in places}) < len(places)
