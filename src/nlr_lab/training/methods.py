@@ -130,7 +130,8 @@ class Augmented(ArmKind):
         parts = [self.name]
         for key, value in settings.items():
             words = re.findall(r"[\w.]+" if key == "budget" else r"\w+", str(value))
-            parts.append(_SHORT.get(key, f"{key}-") + ("-".join(words) if key in _CHOICES else as_text(value)))
+            named = key in _CHOICES and not isinstance(value, bool)
+            parts.append(_SHORT.get(key, f"{key}-") + ("-".join(words) if named else as_text(value)))
         return parts
 
     def apply(self, model: nn.Module, settings: Settings, setup: Setup, init: DenseInit, verbose: bool) -> nn.Module:

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.attention import BY_HEAD, FUSED, KEYS, SEPARATE
 from nonlinear_lowrank.surgery.attention import unfused
+from nonlinear_lowrank.surgery.split import split_linears
 from nonlinear_lowrank.surgery.targets import dense_parts, output_head_names
 from nonlinear_lowrank.validation import check_choice
 
@@ -58,7 +59,11 @@ def part_of(name: str) -> str:
 
 
 def layer_importance(
-    model: nn.Module, batches: Iterable[Mapping[str, Any]], *, score: Score = "gradient"
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    score: Score = "gradient",
+    split_fused: bool = False,
 ) -> dict[str, float]:
     """Score every linear of the model's body; the model, its gradients and its modes do not change.
 
@@ -68,6 +73,7 @@ def layer_importance(
         batches: a list, or any iterable, of keyword arguments of the forward pass, on the model's device, with labels
             for "gradient". They reach the model as they are.
         score: see this file's documentation.
+        split_fused: score the parts of fused projections, as `augment` of that argument names them.
 
     Returns:
         {name: score}, in the model's order, averaged over the batches; 0 for what no token reached. Output heads are
@@ -80,7 +86,7 @@ def layer_importance(
     check_choice("score", score, get_args(Score))
     if isinstance(batches, Mapping):
         raise UserError("batches is a single batch; put it into a list: layer_importance(model, [batch])")
-    with unfused(model, True):
+    with unfused(model, True), split_linears(model, split_fused):
         return _scores(model, batches, score)
 
 

@@ -131,10 +131,27 @@ def split_linears(model: nn.Module, wanted: bool) -> Iterator[dict[str, str]]:
 
     Nothing is done where it is not wanted. On leaving, those in which no part was swapped are whole again.
     """
+    new, whole = _planned(model) if wanted else ({}, {})
+    replace_modules(model, new)
+    try:
+        yield whole
+    finally:
+        idle: dict[nn.Module, nn.Module] = {}
+        for old, each in new.items():
+            if not any(map(method_of_layer, each.children())):
+                idle[each] = old
+        replace_modules(model, idle)
+    while new:  # tensors of one at a time are there twice
+        if (each := new.popitem()[1]) not in idle:
+            each.copy_views()
+
+
+def _planned(model: nn.Module) -> tuple[dict[nn.Module, SplitLinear], dict[str, str]]:
+    """Return what is to stand in the place of fused projections, and the names of those that stay whole, with why."""
     new: dict[nn.Module, SplitLinear] = {}
     whole: dict[str, str] = {}
-    bypassed = bypassed_linears(model) if wanted else {}
-    for name, module in list(model.named_modules()) if wanted else ():
+    bypassed = bypassed_linears(model)
+    for name, module in model.named_modules():
         parent = model.get_submodule(name.rpartition(".")[0])
         if name.rpartition(".")[2] not in (*FUSED, BY_HEAD, *_GATED) or not is_plain_linear(module):
             continue
@@ -146,15 +163,7 @@ def split_linears(model: nn.Module, wanted: bool) -> Iterator[dict[str, str]]:
             whole[name] = found
         else:
             new[module] = SplitLinear(module, found)
-    replace_modules(model, new)
-    try:
-        yield whole
-    finally:
-        replace_modules(
-            model, {each: old for old, each in new.items() if not any(map(method_of_layer, each.children()))}
-        )
-    while new:  # tensors of one at a time are there twice
-        new.popitem()[1].copy_views()
+    return new, whole
 
 
 @contextmanager

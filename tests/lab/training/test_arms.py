@@ -272,6 +272,7 @@ def test_budget_and_select_are_those_of_augment():
 
 
 def test_split_fused_is_that_of_augment():
+    assert Arm.parse("noble:rank=4,split_fused=true").name == "noble-r4-split_fused-true"
     model = Arm.parse("noble:rank=4,split_fused=true,exclude=.*attn.*").apply(FAMILIES["glm"]())
     names = {name.partition(".mlp.")[2] for name, each in model.named_modules() if method_of_layer(each) is not None}
     assert names == {"gate_up_proj.gate_proj", "gate_up_proj.up_proj", "down_proj"}

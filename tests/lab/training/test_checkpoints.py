@@ -136,6 +136,7 @@ def finished(tmp_path_factory):
         pytest.param({}, id="adamw"),
         pytest.param({"arm": "nonlinear-query+noble:rank=4,optimizer=muon"}, id="muon"),
         pytest.param({"arm": "nonlinear-query+noble:budget=30%,qk_norm=true"}, id="three-methods"),
+        pytest.param({"arm": "noble:rank=4,split_fused=true"}, id="split"),
         pytest.param({"arm": "noble:rank=4+rational:groups=4+wide-mlp:ratio=3"}, id="activations-wide"),
         pytest.param({"arm": "baseline", "schedule": "cosine", "gradient_accumulation": 4}, id="accumulated"),
         pytest.param({"arm": "training_helpers:plain_module"}, id="not-a-transformers-model"),

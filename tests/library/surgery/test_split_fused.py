@@ -12,6 +12,7 @@ from transformers.distributed import DistributedConfig
 import nonlinear_lowrank as nlr
 from family_checks import branches, enlarge_branches, outputs, realigned, same, train_a_step
 from family_helpers import FAMILIES
+from nonlinear_lowrank.analysis import layer_importance
 from nonlinear_lowrank.hub import convert
 from nonlinear_lowrank.methods.base import method_of_layer
 from nonlinear_lowrank.surgery.split import SplitLinear
@@ -340,3 +341,21 @@ def test_converted_outputs_stay(tmp_path):
     assert report.difference < 1e-6
     assert "transformer.h.0.attn.c_attn.q_proj" in report.augmented.swapped
     assert len(_splits(AutoModel.from_pretrained(tmp_path / "out"))) == 2
+
+
+@pytest.mark.parametrize("score", ["gradient", "activation"])
+@pytest.mark.parametrize("family", ["phi3", "gpt2", "gpt_neox"])
+def test_parts_are_scored_for_a_choice(family, score):
+    """A part's score is that of its rows: by gradient the parts' sum, weighted by size, is the whole's."""
+    model = FAMILIES[family].build()
+    before, batches = list(model.named_modules()), [FAMILIES[family].inputs(model)]
+    whole = layer_importance(model, batches, score=score)
+    parts = layer_importance(model, batches, score=score, split_fused=True)
+    assert list(model.named_modules()) == before
+    report = nlr.augment(model, nlr.NobleConfig(rank=RANK), split_fused=True, select=parts, verbose=False)
+    assert report.swapped == list(parts)
+    for name, each in _splits(model).items():
+        widths = torch.tensor(each.parts.widths, dtype=torch.float64)
+        of_parts = torch.tensor([parts[f"{name}.{part}"] for part in each.parts.names], dtype=torch.float64)
+        assert of_parts.std() > 0
+        assert (of_parts * widths).sum() / widths.sum() == pytest.approx(whole[name], rel=1e-4)
