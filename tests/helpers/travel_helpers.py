@@ -16,6 +16,7 @@ MODELS = {
     "t5": (lambda: build("t5", AutoModelForSeq2SeqLM, **_T5, feed_forward_proj="gated-gelu"), AutoModelForSeq2SeqLM),
 }
 _ALL = tuple(MODELS)
+MODELS["gpt_neox"] = (lambda: build("gpt_neox", **SIZES, intermediate_size=48), AutoModelForCausalLM)
 _WITH_QKV = ("llama", "mixtral", "vit", "t5")
 _GATED = nlr.NobleConfig(rank_ratio=0.25, activation="silu", fusion="gated", up_bias=True, init="pretrained")
 ROWS = {
@@ -24,6 +25,8 @@ ROWS = {
     "shared-noble": (_WITH_QKV, [nlr.NobleConfig(rank=3, depth=3, share_down="qkv", expert_down="shared")]),
     "official-noble": (("llama", "mixtral"), [nlr.NobleConfig.official(rank=3, depth=3)]),
     "tanh-noble": (("gpt2",), [nlr.NobleConfig(rank=4, activation="tanh", depth=1)]),
+    "split-noble": (("gpt2", "gpt_neox"), [nlr.NobleConfig(rank=3, fusion="gated")]),
+    "split-query": (("gpt2", "gpt_neox"), [nlr.NonlinearQueryConfig()]),
     "sine": (_ALL, [nlr.SineLowRankConfig(rank=2, omega=30)]),
     "low-rank": (("llama", "mixtral"), [nlr.SineLowRankConfig(rank=2, activation="identity", gain=2)]),
     "rational": (_ALL, [nlr.RationalConfig(groups=4)]),
@@ -41,7 +44,7 @@ def prepared(row, name):
     """The model of a case, no tensor at a default, an input and the logits for it."""
     model = MODELS[name][0]().eval()
     for config in ROWS[row][1]:
-        nlr.augment(model, config, verbose=False)
+        nlr.augment(model, config, split_fused=row.startswith("split"), verbose=False)
     inputs = batch(randomised(model, 0.05))
     if name == "t5":
         inputs["decoder_input_ids"] = inputs["input_ids"][:, :5]

@@ -48,7 +48,7 @@ def write_modeling_file(config: Any, base: Any, folder: str | Path) -> None:
     """Write the file into a folder for an augmented config of the plain class `base`, and set the config's `auto_map`.
 
     Nothing is written, and there is no `auto_map`, with `config.modeling_file = False`, for a backbone that
-    transformers does not have, for a method without a part, and for split projections.
+    transformers does not have, and for a method without a part.
     """
     vars(config).pop("auto_map", None)
     entries = getattr(config, FIELD, None) or []
@@ -77,11 +77,9 @@ def _auto_models(base: Any) -> dict[str, Any]:
 
 
 def _parts(entries: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the parts for these methods, each behind those it needs; none where one has none, or of splits."""
+    """Return the parts for these methods, each behind those it needs; none where a method has no part."""
     names = ["core"]
     for entry in entries:
-        if entry.get("split"):
-            return []
         part = entry["method"].replace("-", "_")
         of_experts = entry["config"].get("experts") or any(
             "expert" in name.rpartition(".")[2] for name in entry["modules"]
@@ -90,6 +88,7 @@ def _parts(entries: Iterable[Mapping[str, Any]]) -> list[str]:
             if importlib.util.find_spec(f"{_PARTS}.{each}") is None:
                 return []
             names += [*_needed(each), each]
+    names += ["split"] * any(entry.get("split") for entry in entries)
     return list(dict.fromkeys(names))
 
 

@@ -100,8 +100,6 @@ def test_saved_and_loaded(family, tmp_path):
     }
     inputs = FAMILIES[family].inputs(model)
     assert same(outputs(realigned(loaded), inputs), outputs(realigned(model), inputs))
-    assert not (tmp_path / "modeling_nonlinear_lowrank.py").exists()
-    assert getattr(loaded.config, "auto_map", None) is None
 
 
 # transformers draws no weights in openai-gpt anew, and those of a FalconLinear unlike an nn.Linear's.

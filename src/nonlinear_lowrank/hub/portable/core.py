@@ -21,6 +21,9 @@ METHODS: dict[str, Put] = {}
 EXPERT_LAYERS: dict[str, Callable[[Any, dict[str, Any]], nn.Module]] = {}
 """By the same name: builds its layer in place of experts that one module holds, (experts, settings)."""
 
+SPLITS: list[Callable[[nn.Module, dict[str, Any]], None]] = []
+"""Splits the fused projections of a row that a method's entry in config.json has under "split", (model, row)."""
+
 
 class AugmentedConfig:
     """The plain config and `nonlinear_lowrank`, the list of methods: {"method", "config", "modules"} of each."""
@@ -44,7 +47,10 @@ class AugmentedModel:
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         entries = config.nonlinear_lowrank or []
-        places = [_names_here(self, entry["modules"]) for entry in entries]  # all before any: some go around others
+        for row in [row for entry in entries for row in entry.get("split", ())]:
+            for split in SPLITS:
+                split(self, row)  # type: ignore[arg-type]
+        places = [names_here(self, entry["modules"]) for entry in entries]  # all before any: some go around others
         for entry, names in zip(entries, places, strict=True):
             _put(self, entry["method"], names, entry["config"])
         if not any(parameter.is_meta for parameter in self.parameters()):  # type: ignore[attr-defined]
@@ -100,7 +106,7 @@ def _layers(model: Any) -> Iterator[Any]:
     return (module for module in model.modules() if isinstance(module, Layer))
 
 
-def _names_here(model: Any, saved: list[str]) -> list[str]:
+def names_here(model: Any, saved: list[str]) -> list[str]:
     """Return saved names as this class has them: a backbone lacks its prefix under a head, and a head's modules."""
     plain = {name for name, each in model.named_modules(remove_duplicate=False) if not isinstance(each, Layer)}
     prefix = f"{model.base_model_prefix}."
