@@ -357,3 +357,10 @@ def test_parts_are_scored_for_a_choice(family, score):
         of_parts = torch.tensor([parts[f"{name}.{part}"] for part in each.parts.names], dtype=torch.float64)
         assert of_parts.std() > 0
         assert (of_parts * widths).sum() / widths.sum() == pytest.approx(whole[name], rel=1e-4)
+
+
+def test_a_plain_folder_is_refused_by_a_split_model(tmp_path):
+    plain, model, _ = _split("gpt2")
+    plain.save_pretrained(tmp_path)
+    words = r"does not fit .*missing \(transformer\.h\.0\.attn\.c_attn\.k_proj"
+    assert_refused(words, type(model).from_pretrained, tmp_path, config=model.config)
