@@ -118,8 +118,8 @@ class SineLayer(LoraLayer):
         return effective_weights(weight, [self.factors(name) for name in names], transposed=self.transposed)
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
-        """Return True for linears: peft's conversion makes no other factors."""
-        return isinstance(self, SineLinear)
+        """Return True for linears, and sine-LoRA: rows of W that sine-DoRA scales are a change of full rank."""
+        return isinstance(self, SineLinear) and adapter_name not in self.lora_magnitude_vector
 
 
 class _Formed(NamedTuple):

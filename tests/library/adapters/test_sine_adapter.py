@@ -311,14 +311,16 @@ def test_hooks_of_the_base_run_once_and_embeddings_are_scaled_once(kind, hooked,
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # peft's, of the LoRA on Conv1D
-@doras
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_peft_converts_an_adapter_to_lora(family, dora, tmp_path):
+def test_peft_converts_an_adapter_to_lora(family, tmp_path):
     base = model_helpers.FAMILIES[family]().eval()
     inputs = model_helpers.batch(base)
     targets = ["q_proj", "down_proj"] if family == "llama" else ["c_attn"]
-    options = {"r": 2, "omega": 50.0, "lora_alpha": 1.0, "use_dora": dora, "target_modules": targets}
-    model = get_peft_model(copy.deepcopy(base), SineLoraConfig(**options, init_lora_weights=False)).eval()
+    options = {"r": 2, "omega": 50.0, "lora_alpha": 1.0, "target_modules": targets, "init_lora_weights": False}
+    scaled = get_peft_model(copy.deepcopy(base), SineLoraConfig(**options, use_dora=True))
+    with pytest.raises(TypeError, match="do not support LoRA conversion: .*SineLinear"):  # rows scaled: of full rank
+        peft.save_as_lora(tmp_path / "scaled", scaled, 4)
+    model = get_peft_model(copy.deepcopy(base), SineLoraConfig(**options)).eval()
     errors = []
     with torch.no_grad():
         expected = model(**inputs).logits
