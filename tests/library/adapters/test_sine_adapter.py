@@ -318,7 +318,7 @@ def test_peft_converts_an_adapter_to_lora(family, tmp_path):
     targets = ["q_proj", "down_proj"] if family == "llama" else ["c_attn"]
     options = {"r": 2, "omega": 50.0, "lora_alpha": 1.0, "target_modules": targets, "init_lora_weights": False}
     scaled = get_peft_model(copy.deepcopy(base), SineLoraConfig(**options, use_dora=True))
-    with pytest.raises(TypeError, match="do not support LoRA conversion: .*SineLinear"):  # rows scaled: of full rank
+    with pytest.raises(TypeError, match=r"do not support LoRA conversion: .*SineLinear"):  # rows scaled: of full rank
         peft.save_as_lora(tmp_path / "scaled", scaled, 4)
     model = get_peft_model(copy.deepcopy(base), SineLoraConfig(**options)).eval()
     errors = []
