@@ -20,7 +20,7 @@ import nonlinear_lowrank as nlr
 from family_helpers import FAMILIES, Inputs
 
 RANK = 4
-TENSORS_OF_A_BRANCH = 7  # down, up, mix, two frequencies, two phases; experts have two branches in each tensor
+TENSORS_OF_A_BRANCH = 7  # down, up, mix, two frequencies, two phases; of each linear of experts
 
 
 def quantized(test: Any) -> Any:

@@ -28,7 +28,7 @@ from typing import Any
 from torch import nn
 
 from nonlinear_lowrank.methods.base import dense_part, method_of_layer
-from nonlinear_lowrank.methods.experts import active_experts, first_integer, projections
+from nonlinear_lowrank.methods.experts import active_experts, expert_count, first_integer, projections
 from nonlinear_lowrank.surgery.report import own_flops
 from nonlinear_lowrank.surgery.targets import dense_parts, output_head_names
 from nonlinear_lowrank.validation import check_integer
@@ -120,12 +120,14 @@ def active_parameters(model: nn.Module) -> int | None:
     for module in model.modules():
         if not projections(module):
             continue
-        if (active := active_experts(module, text)) is None:
+        if (active := active_experts(module, text, getattr(text, "ffn_config", None))) is None:
             return None
-        count: int = module.num_experts  # type: ignore[assignment]
+        plain = {name for each in projections(module) for name in each.parameters}
         for name, each in module.named_parameters():
+            count = each.shape[0] if each.ndim == 3 else expert_count(module)
             # NOBLE's shared down projection, (r, d_in), may have as many rows as there are experts.
-            if each.ndim > 1 and each.shape[0] == count and not (each.ndim == 2 and name.endswith("_down")):
+            own = each.ndim > 1 and each.shape[0] == count and not (each.ndim == 2 and name.endswith("_down"))
+            if own or name in plain:
                 idle[id(each)] = each.numel() // count * (count - min(active, count))
     return count_parameters(model) - sum(idle.values())
 

@@ -17,6 +17,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from nonlinear_lowrank.methods.expert_layouts import has_own_layout
 from nonlinear_lowrank.surgery.augment import read_entry
 
 from .registration import CLASS_PREFIX, FIELD
@@ -48,12 +49,12 @@ def write_modeling_file(config: Any, base: Any, folder: str | Path) -> None:
     """Write the file into a folder for an augmented config of the plain class `base`, and set the config's `auto_map`.
 
     Nothing is written, and there is no `auto_map`, with `config.modeling_file = False`, for a backbone that
-    transformers does not have, and for a method without a part.
+    transformers does not have, for a method without a part, and for branches beside experts of a class of their own.
     """
     vars(config).pop("auto_map", None)
     entries = getattr(config, FIELD, None) or []
     models = _auto_models(base)
-    parts = _parts(entries)
+    parts = [] if any(map(has_own_layout, models.values())) and _beside_experts(entries) else _parts(entries)
     if not (config.modeling_file and entries and models and parts and base.__module__.startswith("transformers.")):
         return
     text = _file(config, base, models, parts, entries)
@@ -74,6 +75,12 @@ def _auto_models(base: Any) -> dict[str, Any]:
             if isinstance(models[0], type) and issubclass(models[0], PreTrainedModel):
                 found[name] = models[0]
     return found
+
+
+def _beside_experts(entries: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether an entry has branches beside experts, of the classes in `methods.expert_layouts` too."""
+    places = (name.rpartition(".")[2] for entry in entries if entry["method"] == "noble" for name in entry["modules"])
+    return any(place in ("experts", "input_linear", "output_linear") for place in places)
 
 
 def _parts(entries: Iterable[Mapping[str, Any]]) -> list[str]:

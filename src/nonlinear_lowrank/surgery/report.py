@@ -9,7 +9,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.methods.base import method_of_layer
-from nonlinear_lowrank.methods.experts import active_experts, projections
+from nonlinear_lowrank.methods.experts import active_experts, expert_count, projections
 
 from .targets import expert_tensors, is_linear, linear_method, output_head_names
 
@@ -109,8 +109,8 @@ def _ranges(numbers: Sequence[int]) -> str:
 def own_flops(module: nn.Module, model: nn.Module) -> int:
     """Return the forward FLOPs per token of a module's products, without those of modules inside it."""
     if (method := method_of_layer(module)) is not None:
-        plain = method.plain(module)
         experts = _expert_flops(module, model) if projections(module) else 0
+        plain = method.plain(module)
         return method.flops(module) + (plain.flops if plain else 0) + experts
     if expert_tensors(module):
         return _expert_flops(module, model)
@@ -135,4 +135,10 @@ def _expert_flops(module: nn.Module, model: Any) -> int:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if (active := active_experts(module, text, getattr(text, "ffn_config", None))) is None:
         return 0
-    return sum(2 * min(active, each.shape[0]) * each[0].numel() for each in expert_tensors(module).values())
+    if active_experts(module) is None:  # a method's `flops` and `added` are given the module alone
+        module.num_experts_per_tok = active  # type: ignore[assignment]
+    flops = 0
+    for each in expert_tensors(module).values():
+        count = each.shape[0] if each.ndim == 3 else expert_count(module)
+        flops += 2 * min(active, count) * (each.numel() // count)
+    return flops

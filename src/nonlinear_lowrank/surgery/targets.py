@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Findings, Method, dense_part, method_of_layer
+from nonlinear_lowrank.methods.experts import projections
 from nonlinear_lowrank.methods.matrix import is_plain_linear
 
 Patterns = str | Sequence[str] | None
@@ -203,14 +204,17 @@ def holds_numbers(weight: Any) -> bool:
 def expert_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's own 3-D parameters (E, a, b), by name; none for torch's own layers, such as convolutions.
 
-    A leading 1 marks a token, a position table or the like; numbers along one dimension alone are a scale.
+    A leading 1 marks a token, a position table or the like; numbers along one dimension alone are a scale. DBRX's
+    experts have theirs as (E x a, b), in a child.
     """
     if type(module).__module__.startswith("torch.nn."):
         return {}
     method = method_of_layer(module)
     added = method.roles(module) if method else ()
     own = ((name, each) for name, each in module.named_parameters(recurse=False) if name not in added)
-    return {name: each for name, each in own if each.ndim == 3 and each.shape[0] > 1 and max(each.shape[1:]) > 1}
+    held = {name: each for name, each in own if each.ndim == 3 and each.shape[0] > 1 and max(each.shape[1:]) > 1}
+    inside = [name for each in projections(module) for name in each.parameters if "." in name]
+    return {**held, **{name: module.get_parameter(name) for name in inside}}
 
 
 def unreached_experts(model: nn.Module) -> str:

@@ -8,6 +8,7 @@ from transformers import BitsAndBytesConfig
 import family_checks as checks
 import nonlinear_lowrank as nlr
 from family_helpers import FAMILIES, REFUSED
+from nonlinear_lowrank.methods.experts import projections
 
 TAKEN = [name for name in FAMILIES if name not in REFUSED]
 # Their steps from a cache differ from those without one, in plain models too.
@@ -38,8 +39,8 @@ def test_every_branch_acts_and_trains(name):
     inputs = FAMILIES[name].inputs(model)
     layers = {id(model.get_submodule(each)) for each in report.swapped}
     assert layers == {id(layer) for layer in checks.branches(model).values()}
-    experts = sum(hasattr(layer, "down_proj") for layer in checks.branches(model).values())
-    assert len(checks.branch_tensors(model)) == checks.TENSORS_OF_A_BRANCH * (len(layers) + experts)
+    linears = sum(len(projections(layer)) or 1 for layer in checks.branches(model).values())
+    assert len(checks.branch_tensors(model)) == checks.TENSORS_OF_A_BRANCH * linears
     optimizer = torch.optim.AdamW(nlr.param_groups(model, lr=1e-3, verbose=False))
     checks.train_a_step(model, optimizer, inputs)
     checks.train_a_step(model, optimizer, inputs)

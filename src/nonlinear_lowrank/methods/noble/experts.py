@@ -1,7 +1,7 @@
 """NOBLE branches beside experts: for each expert and each of its linears, one of the formula of `layer.py`.
 
-Tensors of a projection P, "in" (gate and up, or up) or "out" (down), d_in -> d_out, of E experts; init, learning rate
-and decay are those of the same tensor in the table of `layer.py`, with fans of one expert.
+Tensors of a projection P, "in" (gate and up, or up, or the only one) or "out" (down), d_in -> d_out, of E experts;
+init, learning rate and decay are those of the same tensor in the table of `layer.py`, with fans of one expert.
 
 | tensor                | shape          |                                                |
 |-----------------------|----------------|------------------------------------------------|
@@ -19,6 +19,7 @@ and the bottleneck's output, r wide each; the rest is computed again.
 """
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,11 +29,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 
 from nonlinear_lowrank.methods.base import MultiplierLayer
+from nonlinear_lowrank.methods.expert_layouts import Projection, grouped_product
 from nonlinear_lowrank.methods.experts import (
     ExpertsLayer,
-    Projection,
+    expert_count,
     experts_forward,
-    grouped_product,
     plain_linear,
     projections,
 )
@@ -45,7 +46,7 @@ _ENDS = ("in", "out")
 
 
 class NobleExperts(MultiplierLayer, ExpertsLayer):
-    """Experts with branches: hidden states (T, d), experts (T, k) and weights (T, k) of each token -> (T, d).
+    """Experts with branches: their inputs, mostly (T, d), (T, k) experts and (T, k) weights of each token, -> (T, d).
 
     The experts' own parameters keep their names; with `branch_enabled` off, forward is the experts'
     own.
@@ -55,26 +56,26 @@ class NobleExperts(MultiplierLayer, ExpertsLayer):
 
     noble_config: NobleConfig
     branch_enabled: bool
-    num_experts: int
 
     @classmethod
     def beside(cls, plain: nn.Module, config: NobleConfig) -> Any:
         """Return the layer of these experts, branch tensors undrawn."""
         layer = cls.in_place_of(plain)
         layer.noble_config, layer.branch_enabled = config, True
-        like: Tensor = layer.down_proj
+        like: Tensor = attrgetter(projections(plain)[0].name)(plain)
         for name, shape in branch_shapes(plain, config).items():
             layer.register_parameter(name, nn.Parameter(torch.empty(shape, device=like.device, dtype=like.dtype)))
         return layer
 
     def ends(self) -> Iterator[tuple[str, Projection]]:
-        """Yield "in" and "out" with their projections."""
-        yield from zip(_ENDS, projections(self), strict=True)
+        """Yield "in" and "out" with their projections; "in" alone where there is one."""
+        yield from zip(_ENDS, projections(self), strict=False)
 
     def reset_parameters(self) -> None:
         """Draw the table; the experts' own tensors only from scratch."""
         for _, each in self.ends() if self.noble_config.init != "pretrained" else ():
-            init.normal_(getattr(self, each.name), std=self.noble_config.dense_scale / each.d_in**0.5)
+            for name in each.parameters:
+                init.normal_(attrgetter(name)(self), std=self.noble_config.dense_scale / each.d_in**0.5)
             if (bias := getattr(self, f"{each.name}_bias", None)) is not None:
                 init.zeros_(bias)
         self.reset_branch_parameters()
@@ -95,14 +96,14 @@ class NobleExperts(MultiplierLayer, ExpertsLayer):
                 if (tensor := getattr(self, f"noble_{end}_{zero}", None)) is not None:
                     init.zeros_(tensor)
         if config.init == "pretrained":
-            for end in _ENDS:
+            for end, _ in self.ends():
                 init.zeros_(self._own(end, "up"))
         else:
             self.draw_up()
 
     def draw_up(self) -> None:
         """Draw the up projections as in a model from scratch."""
-        for end in _ENDS:
+        for end, _ in self.ends():
             up = self._own(end, "up")
             init.normal_(up, std=self.noble_config.up_scale / up.shape[-1] ** 0.5)
 
@@ -110,17 +111,17 @@ class NobleExperts(MultiplierLayer, ExpertsLayer):
         tensor: Tensor = getattr(self, f"noble_{end}_{name}")
         return tensor
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(self, *inputs: Any) -> Tensor:
         """See the class; by transformers' "grouped_mm", whichever the model's `experts_implementation` is."""
         if not self.branch_enabled:
-            return super().forward(hidden_states, top_k_index, top_k_weights)
+            return super().forward(*inputs)
         ends = {each.name: end for end, each in self.ends()}
 
         def linear(name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
             y_SO = plain_linear(self, name, x_SI, expert_S, ends_E)
             return self._joined(ends[name], y_SO, x_SI.to(y_SO.dtype), expert_S, ends_E)
 
-        return experts_forward(self, linear, hidden_states, top_k_index, top_k_weights)
+        return experts_forward(self, linear, *inputs)
 
     def _joined(self, end: str, y_SO: Tensor, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
         config, down = self.noble_config, self._own(end, "down")
@@ -152,9 +153,9 @@ class NobleExperts(MultiplierLayer, ExpertsLayer):
 
 def branch_shapes(experts: Any, config: NobleConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of this file's table, for experts with or without branches."""
-    count: int = experts.num_experts
+    count = expert_count(experts)
     shapes: dict[str, tuple[int, ...]] = {}
-    for end, each in zip(_ENDS, projections(experts), strict=True):
+    for end, each in zip(_ENDS, projections(experts), strict=False):
         r = config.rank_of(each.d_in, each.d_out)
         own: dict[str, tuple[int, ...]] = {"down": (count, r, each.d_in), "up": (count, each.d_out, r)}
         own |= {"down": (r, each.d_in)} if config.expert_down == "shared" else {}

@@ -53,7 +53,7 @@ def own_inits(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
     for name in names:
         module: Any = model.get_submodule(name)
         weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor) and weight.is_floating_point() and not weight.is_meta:
+        if isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point() and not weight.is_meta:
             groups[folded(name)].append(module)
     stds = {name: fmean(each.weight.std(correction=0).item() for each in of) for name, of in groups.items()}
     usual: set[str] = set()

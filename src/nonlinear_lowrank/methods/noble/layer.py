@@ -34,6 +34,7 @@ bitsandbytes, peft's LoRA) takes it and leaves the branch alone. In files its te
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -352,7 +353,8 @@ def _layer(module: Any, config: NobleConfig) -> nn.Module:
     layer: Any
     if experts := projections(module):
         layer = NobleExperts.beside(module, config)
-        kept = [getattr(layer, f"{each.name}{end}", None) for each in experts for end in ("", "_bias")]
+        kept = [attrgetter(name)(layer) for each in experts for name in each.parameters]
+        kept += [getattr(layer, f"{each.name}_bias", None) for each in experts]
     else:
         (d_in, d_out), weight = linear_shape(module), module.weight
         if isinstance(module, Conv1D):

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers import activations as hf
 
-from nonlinear_lowrank.methods.experts import projections
+from nonlinear_lowrank.methods.experts import has_interface, projections
 from nonlinear_lowrank.methods.matrix import matrix_of
 from nonlinear_lowrank.surgery.targets import functions_called, why_bypassed
 
@@ -238,7 +238,7 @@ def _site(
     before, after = _shapes(children[:place]), _shapes(children[place + 1 :])
     norm = next((each for each in (*children[:place], parent) if isinstance(each, _NORMS_BEHIND_THE_BATCH)), None)
     near = next(iter(before[-1:] + after[:1]), None)
-    experts = parent if projections(parent) and attribute == "act_fn" else None
+    experts = parent if has_interface(parent) and attribute == "act_fn" else None
     width: int | None
     if experts is not None:
         width = projections(experts)[1].d_in

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from nonlinear_lowrank.methods.experts import Projection, by_expert, experts_forward, projections, with_state
+from nonlinear_lowrank.methods.expert_layouts import Projection
+from nonlinear_lowrank.methods.experts import by_expert, experts_forward, projections, with_state
 from nonlinear_lowrank.ops.precision import kept_float32
 
 from .op import lowrank_linear, lowrank_weight
