@@ -176,9 +176,9 @@ _causal("deepseek_v2", {**_TEXT, **_LATENT, "num_key_value_heads": 2})
 _causal("deepseek_v3", {**_TEXT, **_LATENT, "num_key_value_heads": 2})
 _causal("jetmoe", {**_TEXT, "num_key_value_heads": 1, "kv_channels": 16, "num_local_experts": 4})
 _causal("longcat_flash", {
-    **_without(_TEXT, "num_hidden_layers", "intermediate_size"), "num_layers": 1, "head_dim": 16, "ffn_hidden_size": 48,
-    **_without(_LATENT, "num_experts_per_tok", "n_group", "topk_group", "first_k_dense_replace", "moe_intermediate_size"),
-    "expert_ffn_hidden_size": 32, "moe_topk": 2, "zero_expert_num": 2})
+    **_without(_TEXT, "num_hidden_layers", "intermediate_size"), "num_layers": 1, "head_dim": 16, "q_lora_rank": 16,
+    "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "ffn_hidden_size": 48,
+    "n_routed_experts": 4, "expert_ffn_hidden_size": 32, "moe_topk": 2, "zero_expert_num": 2})
 _causal("dbrx", {**_NO_TOKENS, "vocab_size": VOCABULARY, "d_model": 32, "n_heads": 2, "n_layers": 2, "max_seq_len": 64,
                  "attn_config": {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8.0},
                  "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}})

@@ -7,7 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM, Llama4TextConfig, LongcatFlashConfig, MixtralConfig
+from transformers.models.dbrx.configuration_dbrx import DbrxFFNConfig
+from transformers.models.dbrx.modeling_dbrx import DbrxExperts
+from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import nonlinear_lowrank as nlr
@@ -30,8 +35,13 @@ CONFIGS = {
     "gated": NobleConfig(rank=4, activation="silu", depth=1, fusion="gated", up_bias=True, output_scale=1.5),
 }
 SINE = nlr.SineLowRankConfig(rank=4, omega=30)
+OWN = ("llama4_text", "jetmoe", "longcat_flash", "dbrx")  # with classes of their own
+CLASSES = ("mixtral", *OWN)
+PAIRS = [("mixtral", config) for config in (*CONFIGS.values(), SINE)]
+PAIRS += [(kind, config) for kind in OWN for config in CONFIGS.values()]
+NAMES = [f"mixtral-{each}" for each in (*CONFIGS, "sine")] + [f"{kind}-{each}" for kind in OWN for each in CONFIGS]
+every_class = pytest.mark.parametrize(("kind", "config"), PAIRS, ids=NAMES)
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-every_method = pytest.mark.parametrize("config", [*CONFIGS.values(), SINE], ids=[*CONFIGS, "sine"])
 LAYOUTS = ("mixtral", "gpt_oss", "nemotron_h")  # gated; transposed, interleaved and with biases; without a gate
 
 
@@ -41,10 +51,25 @@ def _sizes(**others):
     )
 
 
-def _layer(config, dtype=torch.float64):
+def _plain(kind):
+    if kind == "llama4_text":
+        return Llama4TextExperts(
+            Llama4TextConfig(hidden_size=WIDTH, intermediate_size=HIDDEN, num_local_experts=EXPERTS)
+        )
+    if kind == "jetmoe":
+        return JetMoeParallelExperts(EXPERTS, WIDTH, HIDDEN)
+    if kind == "longcat_flash":
+        sizes = {"expert_ffn_hidden_size": HIDDEN, "n_routed_experts": EXPERTS, "zero_expert_num": 2}
+        return LongcatFlashExperts(LongcatFlashConfig(hidden_size=WIDTH, **sizes))
+    if kind == "dbrx":
+        return DbrxExperts(DbrxFFNConfig(hidden_size=WIDTH, ffn_hidden_size=HIDDEN, moe_num_experts=EXPERTS))
     sizes = _sizes()
     sizes._experts_implementation = "grouped_mm"
-    plain = MixtralExperts(sizes).to(dtype)
+    return MixtralExperts(sizes)
+
+
+def _layer(config, kind="mixtral"):
+    plain = _plain(kind).double()
     layer = SineExperts.replacing(plain, config) if config is SINE else NobleExperts.beside(plain, config)
     layer.reset_parameters()
     with torch.no_grad():
@@ -59,13 +84,46 @@ def _routing(experts=EXPERTS):
     return index, torch.rand(TOKENS, K, dtype=torch.float64)
 
 
+def _output(layer, x, index, weights):
+    """Call the experts as the model around them does."""
+    match layer:
+        case Llama4TextExperts():
+            routed = x.new_zeros(EXPERTS, TOKENS, WIDTH)
+            rows = torch.arange(TOKENS)[:, None].expand_as(index)
+            return (
+                layer(routed.index_put((index, rows), x[:, None] * weights[..., None]).flatten(0, 1))
+                .view(EXPERTS, TOKENS, WIDTH)
+                .sum(0)
+            )
+        case JetMoeParallelExperts():
+            order = index.flatten().argsort()
+            y = layer(x[order // K], index.flatten().bincount(minlength=EXPERTS).tolist())
+            return (y[order.argsort()].unflatten(0, (TOKENS, K)) * weights[..., None]).sum(1)
+        case _:
+            return layer(x, index, weights)
+
+
+def _weight(layer, end, e):
+    """Return the weight (d_out, d_in) of one expert."""
+    match layer:
+        case Llama4TextExperts():
+            return (layer.gate_up_proj if end == "in" else layer.down_proj)[e].T
+        case JetMoeParallelExperts():
+            return layer.weight[e]
+        case DbrxExperts():
+            w1, v1, w2 = (each.view(EXPERTS, HIDDEN, WIDTH)[e] for each in (layer.mlp.w1, layer.mlp.v1, layer.mlp.w2))
+            return torch.cat([w1, v1]) if end == "in" else w2.T
+        case _:
+            return (layer.gate_up_proj if end == "in" else layer.down_proj)[e]
+
+
 def _of_expert(layer, end, e, x):
     """Return one projection of one expert by the plain formula."""
     if isinstance(layer, SineExperts):
         up, down = getattr(layer, f"sine_{end}_up")[e], getattr(layer, f"sine_{end}_down")[e]
         return lowrank_linear_reference(x, up, down, None, "sine", layer.sine_config.omega, down.shape[1] ** 0.5)
-    weight = (layer.gate_up_proj if end == "in" else layer.down_proj)[e]
-    own = {name.removeprefix(f"noble_{end}_"): value for name, value in layer.named_parameters() if end in name}
+    weight = _weight(layer, end, e)
+    own = {name.removeprefix(f"noble_{end}_"): value for name, value in layer.named_parameters() if f"_{end}_" in name}
     one = {name: value if name == "down" and value.ndim == 2 else value[e] for name, value in own.items()}
     config, count = layer.noble_config, range(1, layer.noble_config.depth + 1)
     vectors = count if config.activation == "cosine" else ()
@@ -82,24 +140,34 @@ def _of_expert(layer, end, e, x):
     return config.scale * (y + added)
 
 
+def _mlp(layer, e, x):
+    if e >= EXPERTS:
+        return x  # LongCat-Flash's identity
+    z = _of_expert(layer, "in", e, x)
+    if isinstance(layer, JetMoeParallelExperts):
+        return z
+    gate, up = z.chunk(2)
+    return _of_expert(layer, "out", e, F.silu(gate) * up)
+
+
 def _reference(layer, x, index, weights):
     """Return the experts' output token by token."""
     rows = []
     for token, experts, shares in zip(x, index.tolist(), weights, strict=True):
-        row = torch.zeros_like(token)
+        row = 0
         for e, share in zip(experts, shares, strict=True):
-            gate, up = _of_expert(layer, "in", e, token).chunk(2)
-            row = row + share * _of_expert(layer, "out", e, F.silu(gate) * up)
+            first = isinstance(layer, Llama4TextExperts)  # weighs what goes in
+            row = row + (1 if first else share) * _mlp(layer, e, token * share if first else token)
         rows.append(row)
     return torch.stack(rows)
 
 
-@every_method
-def test_experts_are_the_formula_of_each_expert(config):
-    layer, (index, weights) = _layer(config), _routing()
+@every_class
+def test_experts_are_the_formula_of_each_expert(kind, config):
+    layer, (index, weights) = _layer(config, kind), _routing(EXPERTS + 2 * (kind == "longcat_flash"))
     x = torch.randn(TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
     inputs = [x, *layer.parameters()]
-    found, wanted = layer(x, index, weights), _reference(layer, x, index, weights)
+    found, wanted = _output(layer, x, index, weights), _reference(layer, x, index, weights)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     dy = torch.randn_like(found)
     gradients = [torch.autograd.grad(each, inputs, dy) for each in (found, wanted)]
@@ -107,14 +175,16 @@ def test_experts_are_the_formula_of_each_expert(config):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@every_method
-def test_experts_in_low_precision_err_as_the_formula_does(config, dtype):
-    layer, (index, weights) = _layer(config), _routing()
+@every_class
+def test_experts_in_low_precision_err_as_the_formula_does(kind, config, dtype):
+    layer, (index, weights) = _layer(config, kind), _routing()
     x = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
     exact = _reference(layer, x, index, weights)
     low = copy.deepcopy(layer).to(dtype)
     x, weights = x.to(dtype), weights.to(dtype)
-    errors = [(each - exact).abs().max() for each in (low(x, index, weights), _reference(low, x, index, weights))]
+    errors = [
+        (each - exact).abs().max() for each in (_output(low, x, index, weights), _reference(low, x, index, weights))
+    ]
     assert errors[0] <= 2 * errors[1] + 1e-6
 
 
@@ -132,13 +202,14 @@ def test_branches_that_start_at_zero_leave_a_model_to_the_bit(name, dtype):
         assert same(outputs(model, inputs), before)
 
 
-@pytest.mark.parametrize("config", [CONFIGS["cosnet"], SINE], ids=["noble", "sine"])
-def test_an_expert_without_tokens_gets_no_gradient(config):
-    layer, (index, weights) = _layer(config), _routing(EXPERTS - 1)
-    layer(torch.randn(TOKENS, WIDTH, dtype=torch.float64), index, weights).square().sum().backward()
+@pytest.mark.parametrize(("kind", "config"), [("mixtral", SINE), *((each, CONFIGS["cosnet"]) for each in CLASSES)])
+def test_an_expert_without_tokens_gets_no_gradient(kind, config):
+    layer, (index, weights) = _layer(config, kind), _routing(EXPERTS - 1)
+    _output(layer, torch.randn(TOKENS, WIDTH, dtype=torch.float64), index, weights).square().sum().backward()
     for name, value in layer.named_parameters():
-        assert not value.grad[-1].any(), name
-        assert value.grad[:-1].flatten(1).any(1).all(), name
+        gradient = value.grad.unflatten(0, (EXPERTS, -1)) if name.startswith("mlp.") else value.grad
+        assert not gradient[EXPERTS - 1 :].any(), name
+        assert gradient[: EXPERTS - 1].flatten(1).any(1).all(), name
 
 
 def test_init_and_learning_rates_follow_the_table_of_one_linear():
