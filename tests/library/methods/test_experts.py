@@ -1,7 +1,9 @@
 """Experts that transformers holds as 3-D parameters: branches, sine low-rank weights and rational activations."""
 
 import copy
+import json
 import pickle
+import re
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from adapter_helpers import PEFT_WARNINGS
 from family_checks import enlarge_branches, outputs, same
 from family_helpers import FAMILIES
 from nonlinear_lowrank import NobleConfig, UserError
-from nonlinear_lowrank.analysis.cost import model_cost
+from nonlinear_lowrank.analysis.cost import active_parameters, model_cost
 from nonlinear_lowrank.methods.noble.experts import NobleExperts
 from nonlinear_lowrank.methods.noble.op import Branch, noble_linear_reference
 from nonlinear_lowrank.methods.sine.experts import SineExperts
@@ -175,6 +177,21 @@ def test_experts_are_the_formula_of_each_expert(kind, config):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OWN)
+def test_own_classes_start_at_the_outputs_of_the_plain_model_to_rounding(name, dtype):
+    model = FAMILIES[name].build().to(dtype)
+    inputs = FAMILIES[name].inputs(model)
+    before = outputs(model, inputs)
+    nlr.augment(model, NobleConfig(rank=4, init="pretrained"), verbose=False)
+    for found, wanted in zip(outputs(model, inputs), before, strict=True):
+        assert (found - wanted).norm() <= 4 * torch.finfo(dtype).eps * wanted.norm()
+    assert name != "jetmoe" or same(outputs(model, inputs), before)
+    enlarge_branches(model)
+    with nlr.branches_disabled(model):
+        assert same(outputs(model, inputs), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @every_class
 def test_experts_in_low_precision_err_as_the_formula_does(kind, config, dtype):
     layer, (index, weights) = _layer(config, kind), _routing()
@@ -248,6 +265,59 @@ def test_counts_are_those_of_the_report_and_of_a_budget(config):
     small = AutoModelForCausalLM.from_config(sizes)
     within = nlr.augment(small, config, budget="20%", verbose=False)
     assert 0.1 * before < within.parameters_added <= 0.2 * before
+
+
+def _active_of(name):
+    """Return experts of a token, and (experts held, d_in, d_out) of each linear of a model's experts."""
+    mlp = [(4, 32, 96), (4, 48, 32)]
+    return {
+        "llama4_text": (1, [(2, 32, 96), (2, 48, 32)]),
+        "jetmoe": (2, 2 * [*mlp, (4, 32, 16), (4, 16, 32)]),
+        "longcat_flash": (2, [(6, 32, 64), (4, 32, 32)]),  # rows of gate and up for the identities too
+        "dbrx": (2, 2 * mlp),
+    }[name]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_classes_are_counted_by_the_experts_of_a_token(name):
+    k, linears = _active_of(name)
+    model, config = FAMILIES[name].build(), NobleConfig(rank=4)
+    before = sum(p.numel() for p in model.parameters())
+    idle = sum((held - k) * d_in * d_out for held, d_in, d_out in linears)
+    assert active_parameters(model) == before - idle
+    report = nlr.augment(model, config, include=r".*(experts|put_linear)", verbose=False)
+    assert report.reached_parameters == sum(held * d_in * d_out for held, d_in, d_out in linears)
+    assert report.parameters_added == sum(p.numel() for p in model.parameters()) - before
+    products = sum(4 * (d_in + d_out) + 4 * 4 for _, d_in, d_out in linears)
+    assert report.flops_added == 2 * k * products
+    rows = {row.name: row.flops for row in model_cost(model, 1).rows}
+    assert sum(rows[name] for name in report.swapped) == 2 * k * (
+        products + sum(d_in * d_out for _, d_in, d_out in linears)
+    )
+    within = nlr.augment(FAMILIES[name].build(), config, budget="20%", verbose=False)
+    assert 0.1 * before < within.parameters_added <= 0.2 * before
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_classes_travel_compile_and_stay_plain_for_other_methods(name, tmp_path):
+    model = FAMILIES[name].build()
+    report = nlr.augment(model, nlr.SineLowRankConfig(rank=2), verbose=False)
+    places = re.compile(r".*(experts|put_linear)")
+    skipped = {why for place, why in report.skipped.items() if places.fullmatch(place)}
+    assert skipped == {"holds weights as 3-D parameters, which are no linears"}
+    model = FAMILIES[name].build()
+    nlr.augment(model, NobleConfig(rank=4), verbose=False)
+    enlarge_branches(model)
+    inputs = FAMILIES[name].inputs(model)
+    wanted = outputs(model, inputs)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert same(outputs(other, inputs), wanted)
+    model.save_pretrained(tmp_path)
+    assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())  # as no file without us would load
+    if name != "longcat_flash":  # how many tokens go to experts that are no identities is read, as in the plain class
+        torch.testing.assert_close(
+            outputs(torch.compile(model, fullgraph=True, backend="aot_eager"), inputs), wanted, rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
