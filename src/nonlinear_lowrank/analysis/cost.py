@@ -30,7 +30,7 @@ from torch import nn
 from nonlinear_lowrank.methods.base import dense_part, method_of_layer
 from nonlinear_lowrank.methods.experts import active_experts, expert_count, first_integer, projections
 from nonlinear_lowrank.surgery.report import own_flops
-from nonlinear_lowrank.surgery.targets import dense_parts, output_head_names
+from nonlinear_lowrank.surgery.targets import dense_parts, expert_tensors, output_head_names
 from nonlinear_lowrank.validation import check_integer
 
 NUMBERS = ("parameters", "branch_parameters", "flops", "branch_flops", "kept_bytes")
@@ -148,7 +148,7 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
     check_integer("sequence_length", sequence_length, minimum=1)
     heads = output_head_names(model)
     attention = {id(module) for module in _innermost_attention(model)}
-    counted: set[int] = set()
+    counted, known = set[int](), set[int]()
     rows, notes = [], []
     inside = dense_parts(model)
     for name, module in model.named_modules():
@@ -173,7 +173,9 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
                 notes.append(f"attention of {name} ({type(module).__name__}) is not counted: no head sizes found")
             else:
                 flops += 4 * sequence_length * width
-        if not flops and not isinstance(module, nn.Embedding) and _has_matrix(module, added):
+        known |= {id(each) for each in expert_tensors(module).values() if flops}  # DBRX's are in a child
+        known |= {id(each) for local, each in module.named_parameters(recurse=False) if local in added}
+        if not flops and not isinstance(module, nn.Embedding) and _has_matrix(module, known):
             notes.append(f"FLOPs of {name or 'the model'} ({type(module).__name__}) are not counted")
         if parameters or flops:
             kind, extra = "head" if name in heads else type(module).__name__, method.flops(module) if method else 0
@@ -183,15 +185,15 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
     return ModelCost(rows=rows, sequence_length=sequence_length, notes=notes, active_parameters=active)
 
 
-def _has_matrix(module: nn.Module, known: Collection[str]) -> bool:
-    """Return whether a module has parameters, unknown to methods, that surely take part in products.
+def _has_matrix(module: nn.Module, known: Collection[int]) -> bool:
+    """Return whether a module has parameters, but for those of known `id`, that surely take part in products.
 
     A leading 1 marks a token, a position table or the like, which is added.
     """
     return any(
         parameter.ndim >= 2 and parameter.shape[0] > 1 and "position" not in name and "embed" not in name
         for name, parameter in module.named_parameters(recurse=False)
-        if name not in known
+        if id(parameter) not in known
     )
 
 
