@@ -114,13 +114,11 @@ def active_parameters(model: nn.Module) -> int | None:
 
     None where nothing says how many experts a token goes through. Embeddings count whole, tied parameters once.
     """
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     idle: dict[int, int] = {}
     for module in model.modules():
         if not projections(module):
             continue
-        if (active := active_experts(module, text, getattr(text, "ffn_config", None))) is None:
+        if (active := active_experts(module, model)) is None:
             return None
         plain = {name for each in projections(module) for name in each.parameters}
         for name, each in module.named_parameters():

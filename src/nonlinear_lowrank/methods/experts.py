@@ -43,9 +43,18 @@ def first_integer(sources: Iterable[Any], names: Iterable[str]) -> int | None:
     return next((each for each in values if isinstance(each, int) and not isinstance(each, bool)), None)
 
 
-def active_experts(module: Any, *configs: Any) -> int | None:
+def active_experts(module: Any, model: Any = None) -> int | None:
     """Return how many experts a token goes through; None where neither the module nor a config says it."""
-    return first_integer((module, getattr(module, "config", None), *configs), _ACTIVE)
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return first_integer((module, getattr(module, "config", None), text, getattr(text, "ffn_config", None)), _ACTIVE)
+
+
+def note_active_experts(model: nn.Module) -> None:
+    """Write the model's `active_experts` on modules that do not say it: methods count by a module alone."""
+    for module in model.modules():
+        if projections(module) and active_experts(module) is None and (active := active_experts(module, model)):
+            module.num_experts_per_tok = active  # type: ignore[assignment]
 
 
 def plain_linear(module: Any, name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from nonlinear_lowrank.methods.base import (
     method_of_config,
     method_of_layer,
 )
-from nonlinear_lowrank.methods.experts import tell_rows
+from nonlinear_lowrank.methods.experts import note_active_experts, tell_rows
 from nonlinear_lowrank.methods.matrix import replace_modules
 
 from .attention import unfused
@@ -83,6 +83,7 @@ def augment(
             raise UserError(f"{method.name} has no layers to compute together; omit fuse_shared_inputs") from error
     config = method.initial(config, pretrained=_was_loaded(model))
 
+    note_active_experts(model)
     report = AugmentReport(method=method.name, config=config, kind=method.kind)
     found = method.find(model, config)
     with unfused(model, found is None) as fused, split_linears(model, found is None and split_fused) as whole:
@@ -171,6 +172,7 @@ def apply_saved(model: nn.Module, entries: Sequence[Mapping[str, Any]]) -> list[
 
     The caller draws what no file holds (`reset_parameters()`). An unknown method or field raises UserError.
     """
+    note_active_experts(model)
     planned = []
     for entry in entries:
         method, config = read_entry(entry)

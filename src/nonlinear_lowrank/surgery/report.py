@@ -109,8 +109,8 @@ def _ranges(numbers: Sequence[int]) -> str:
 def own_flops(module: nn.Module, model: nn.Module) -> int:
     """Return the forward FLOPs per token of a module's products, without those of modules inside it."""
     if (method := method_of_layer(module)) is not None:
-        experts = _expert_flops(module, model) if projections(module) else 0
         plain = method.plain(module)
+        experts = _expert_flops(module, model) if projections(module) else 0
         return method.flops(module) + (plain.flops if plain else 0) + experts
     if expert_tensors(module):
         return _expert_flops(module, model)
@@ -131,12 +131,8 @@ def is_router(module: nn.Module) -> bool:
 
 def _expert_flops(module: nn.Module, model: Any) -> int:
     """Return the FLOPs of the experts that a token goes through; 0 where nothing says how many."""
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if (active := active_experts(module, text, getattr(text, "ffn_config", None))) is None:
+    if (active := active_experts(module, model)) is None:
         return 0
-    if active_experts(module) is None:  # a method's `flops` and `added` are given the module alone
-        module.num_experts_per_tok = active  # type: ignore[assignment]
     flops = 0
     for each in expert_tensors(module).values():
         count = each.shape[0] if each.ndim == 3 else expert_count(module)
