@@ -149,7 +149,7 @@ class ArmRecord:
     trainable: int | None = None
     """None: not counted."""
     active: int | None = None
-    """Of them those that one token meets; None: not counted."""
+    """Parameters that one token meets; None: not counted."""
     flops: float | None = None
     """Per token, forward."""
     runs: Mapping[int, Run]

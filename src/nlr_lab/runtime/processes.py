@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -88,18 +89,21 @@ def largest(*values: int) -> list[int]:
     import torch.distributed as dist
 
     found = torch.tensor(values)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=_between_cpus())
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=None if dist.get_backend() == "gloo" else own_group("steps"))
     return found.tolist()
 
 
-def _between_cpus() -> Any:
-    """Return the group of all processes that exchanges tensors on CPUs, the default one where that does."""
+def own_group(name: str, timeout: timedelta | None = None) -> Any:
+    """Return the group of all processes for one purpose, between CPUs, made by all at once; None for one process.
+
+    The messages of a group must come in one order: another thread's need another group.
+    """
+    if not _distributed():
+        return None
     import torch.distributed as dist
 
-    if dist.get_backend() == "gloo":
-        return None
-    if (group := _GROUPS.get("gloo")) is None:
-        group = _GROUPS["gloo"] = dist.new_group(backend="gloo")
+    if (group := _GROUPS.get(name)) is None:
+        group = _GROUPS[name] = dist.new_group(backend="gloo", timeout=timeout)
     return group
 
 

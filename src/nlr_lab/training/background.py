@@ -1,12 +1,7 @@
 """Work beside training: a thread that writes a checkpoint while steps go on."""
 
-import functools
 import threading
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
-
-import torch.distributed as dist
 
 
 class Background:
@@ -38,17 +33,3 @@ class Background:
             self._thread = None
             if self._errors:
                 raise self._errors.pop()
-
-
-def group_beside(seconds: float) -> Any:
-    """Return the group for what the work of several processes exchanges, made by all at once; None for one process.
-
-    Training uses the default group at the same time, and the messages of a group must come in one order. An exchange
-    may take `seconds`.
-    """
-    return _made_once(dist.group.WORLD, seconds) if dist.is_available() and dist.is_initialized() else None
-
-
-@functools.cache
-def _made_once(_: Any, seconds: float) -> Any:
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))

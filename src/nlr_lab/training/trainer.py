@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils.data._utils import signal_handling
 from transformers import Trainer, TrainerCallback, set_seed
 
 from nlr_lab.runtime.environment import OutOfTimeError
-from nlr_lab.runtime.processes import gather_objects, largest, on_rank_0, together
+from nlr_lab.runtime.processes import gather_objects, largest, on_rank_0, own_group, together
 from nlr_lab.runtime.signals import StoppedBySignal, StopRequest
 from nlr_lab.runtime.storage import disk_errors, prune, step_folders
 from nlr_lab.tasks.task import Batch, scores_of_examples
@@ -31,7 +32,7 @@ from nonlinear_lowrank.validation import one_line
 from . import checkpoints as files
 from . import deepspeed
 from .arms import is_adapted
-from .background import Background, group_beside
+from .background import Background
 from .recipe import TrainConfig
 from .result import curve_of, rises
 
@@ -260,7 +261,7 @@ class RunTrainer(Trainer):
 
     @functools.cached_property
     def _balances(self) -> bool:
-        """Whether the model's loss has the load-balancing loss of a router in it."""
+        """True if the model's loss has the load-balancing loss of a router in it."""
         return bool(getattr(getattr(self.plain_model(), "config", None), "output_router_logits", False))
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -387,10 +388,8 @@ class RunTrainer(Trainer):
         about = {"step": step, "seconds": self.seconds, "processes": self.args.world_size}
         hint = f"{self._last_good()}; make room and go on with --resume"
         refused = functools.partial(disk_errors, f"the checkpoint of step {step} to {self.checkpoints}", hint)
-        keep, group = (
-            0 if self._keep_all else self.args.save_total_limit or 1,
-            group_beside(self.args.ddp_timeout),
-        )
+        keep = 0 if self._keep_all else self.args.save_total_limit or 1
+        group = own_group("checkpoints", timedelta(seconds=self.args.ddp_timeout))  # training uses the default one
         with refused(), ExitStack() as stack:
 
             def begin() -> str:  # rank 0 has the folder in its stack: gone again if anyone fails
