@@ -242,9 +242,12 @@ class SineLoraModel(CheckedTuner, LoraModel):
         configs: Any = self.peft_config.values()
         if any(config.target_parameters for config in configs):
             raise UserError("add_weighted_adapter does not support targeting nn.Parameter")
+        instead = (
+            "" if any(config.use_dora for config in configs) else ", or make them LoRA's with convert_to_lora first"
+        )
         raise UserError(
             "sine adapters cannot be combined into one: a sum of sines is no sine of a product; activate several with "
-            "base_model.set_adapter([...]), or make them LoRA's with convert_to_lora first"
+            f"base_model.set_adapter([...]){instead}"
         )
 
 
