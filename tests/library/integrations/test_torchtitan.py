@@ -102,7 +102,9 @@ def _on_meta(spec):
         return spec.model.build()
 
 
-@pytest.mark.parametrize("method", [NOBLE, nlr.NobleConfig(rank=4, fusion="gated", up_bias=True), SINE])
+@pytest.mark.parametrize(
+    "method", [NOBLE, nlr.NobleConfig(rank=4, fusion="gated", up_bias=True), nlr.NobleConfig.official(rank=4), SINE]
+)
 def test_a_meta_build_is_drawn_as_augment_draws_the_hugging_face_model(method):
     """Means and deviations of each kind of tensor, over both models' layers; n is in the thousands for matrices."""
     spec = augmented(kit.llama(width=128, hidden=192), method)
