@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -18,18 +18,31 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-_ENABLED = ContextVar("nonlinear_lowrank_kernels", default=True)
+_SWITCHES: list[tuple[object, bool]] = [(None, True)]  # the default, then every open block's; the last one decides
+_LOCK = Lock()
 _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @contextmanager
 def use_kernels(enabled: bool) -> Iterator[None]:
-    """Use the kernels in the block, or do not; backward runs by the setting of its own moment."""
-    token = _ENABLED.set(enabled)
+    """Use the kernels in the block, or do not; backward runs by the setting of its own moment.
+
+    It holds for the whole process, since backward of a GPU's tensors runs in a thread of autograd's. Of the blocks that
+    are open, in any thread, the one entered last decides; a block that ends takes its own setting along and no other.
+    """
+    switch = (object(), enabled)
+    with _LOCK:
+        _SWITCHES.append(switch)
     try:
         yield
     finally:
-        _ENABLED.reset(token)
+        with _LOCK:
+            _SWITCHES.remove(switch)
+
+
+def enabled() -> bool:
+    """Return whether `use_kernels` allows kernels here."""
+    return _SWITCHES[-1][1]
 
 
 def kernels(name: str, *tensors: Tensor) -> ModuleType | None:
@@ -37,7 +50,7 @@ def kernels(name: str, *tensors: Tensor) -> ModuleType | None:
 
     A kernel reads plain tensors (no DTensor, no fake one) of at most 32 bits on one NVIDIA GPU.
     """
-    if not _ENABLED.get() or not all(map(_fits, tensors)):
+    if not enabled() or not all(map(_fits, tensors)):
         return None
     return load(name) if _usable(tensors[0].device) else None
 
