@@ -2,11 +2,12 @@
 
 A method that swaps modules trains everything, and its ratios are over the plain model; one that replaces weights goes
 on the feed-forwards, others where they go by default. Adapters train alone, on every linear but the head, and their
-ratios are over peft's LoRA of the same rank, which itself is over the plain model.
+ratios are over peft's LoRA of the same rank, which itself is over the plain model. `rivals` are NOBLE
+computed otherwise.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from nonlinear_lowrank.methods.base import all_methods
 from nonlinear_lowrank.methods.noble import NobleConfig
 from nonlinear_lowrank.surgery.augment import augment
 
-from .settings import ModelBenchConfig
+from .rivals import put_rival
+from .settings import RIVALS, ModelBenchConfig
 
 BASELINE, LORA = "baseline", "lora"
 ADAPTERS = {tuning.name: tuning for tuning in TUNINGS if tuning.adapter is not None}
@@ -49,6 +51,8 @@ class BenchArm:
         """Return the plain model with the method on it."""
         if self.method in ADAPTERS:
             return adapted(model, self.method, self.rank)
+        if self.method in RIVALS:
+            return put_rival(replace(self, method=NobleConfig.method).apply(model, config), self.method)
         if self.method != BASELINE:
             method = all_methods()[self.method]
             ranked = {} if self.rank is None else {"rank": self.rank}
@@ -62,13 +66,13 @@ class BenchArm:
 def bench_arms(methods: Sequence[str], ranks: Sequence[int]) -> list[BenchArm]:
     """Return every arm that is measured, those that others are over first: the plain model, LoRA of each rank."""
     for name in methods:
-        if name not in METHODS:
-            raise UserError(f"unknown method {name!r}; choose of {', '.join(METHODS)}")
+        if name not in (*METHODS, *RIVALS):
+            raise UserError(f"unknown method {name!r}; choose of {', '.join((*METHODS, *RIVALS))}")
     arms = [] if all(map(_over_lora, methods)) else [BenchArm()]
     first = [LORA] if any(name == LORA or _over_lora(name) for name in methods) else []
     for name in [*first, *(name for name in methods if name != LORA)]:
         # Nonlinear queries choose their own rank.
-        ranked = name in ADAPTERS or getattr(all_methods()[name].config_class, "rank", None) is not None
+        ranked = name in (*ADAPTERS, *RIVALS) or getattr(all_methods()[name].config_class, "rank", None) is not None
         arms += [BenchArm(method=name, rank=rank) for rank in (ranks if ranked else (None,))]
     return arms
 

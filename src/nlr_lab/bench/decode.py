@@ -14,7 +14,7 @@ from nonlinear_lowrank.inference import can_be_optimized, optimize_for_inference
 
 from .arms import BASELINE, BenchArm, bench_arms, make_model
 from .result import BenchResult, Progress, describe_model
-from .settings import DecodeBenchConfig, Mode
+from .settings import RIVALS, DecodeBenchConfig, Mode
 from .timing import in_mode
 
 
@@ -26,7 +26,8 @@ def bench_decode(config: DecodeBenchConfig, *, progress: Progress = lambda line:
     with result.measuring():
         models = {name: _model(config, arm) for name, arm in arms.items()}
         if config.optimized:
-            able = {f"{name}, optimized": arm for name, arm in arms.items() if can_be_optimized(models[name])}
+            ours = {name: arm for name, arm in arms.items() if arm.method not in RIVALS}
+            able = {f"{name}, optimized": arm for name, arm in ours.items() if can_be_optimized(models[name])}
             models |= {name: optimize_for_inference(_model(config, arm)) for name, arm in able.items()}
         # An optimized model has its weights in buffers.
         sizes = {

@@ -2,7 +2,7 @@
 
 | operator | over               | arms                                                                             |
 |----------|--------------------|----------------------------------------------------------------------------------|
-| noble    | the dense linear   | NOBLE and its plain formula, at each rank                                        |
+| noble    | the dense linear   | NOBLE, its plain formula and the official layer (`rivals`), at each rank         |
 | sine     | LoRA of the rank   | sine-LoRA and its plain formula, sine-DoRA, DoRA, PEANuT                         |
 | rational | GELU               | rational, anchored rational, the plain formula, KAT's way (`kat_rational`)        |
 | gated    | SwiGLU             | gated rational and its plain formula                                             |
@@ -33,6 +33,7 @@ from nonlinear_lowrank.ops.sine import SineFactors, sine_layer_reference
 
 from .arms import adapted
 from .result import BenchResult, Progress
+from .rivals import official
 from .settings import Mode, OpBenchConfig, Operator
 from .timing import in_mode
 from .training import peak_bytes
@@ -64,7 +65,7 @@ def bench_op(config: OpBenchConfig, *, progress: Progress = lambda line: None) -
                 panel = f"{operator}, {mode}"
                 forwards = {arm.name: _forward(arm, mode) for arm in arms}
                 steps = {arm.name: _step(arm, forwards[arm.name]) for arm in arms}
-                result.time(panel, steps, progress)
+                result.time(panel, steps, progress, config.calls)
                 saved = {arm.name: saved_bytes(forwards[arm.name], parameters=arm.parameters) for arm in arms}
                 peak = {name: peak_bytes(step, config.device) for name, step in steps.items()}
                 for name, over in ((arm.name, arm.over) for arm in arms if arm.over is not None):
@@ -117,6 +118,7 @@ def _noble(config: OpBenchConfig) -> list[OpArm]:
         arms += [
             OpArm(f"NOBLE r={rank}", "linear", layer, (x,), own),
             OpArm(f"plain formula r={rank}", "linear", plain, (x,), own),
+            OpArm(f"official layer r={rank}", "linear", partial(official, layer), (x,), own),
         ]
     return arms
 

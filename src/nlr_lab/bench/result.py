@@ -5,6 +5,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ class Row:
     """Figures that do not depend on the clock; names that end in `bytes` are bytes."""
     step: Ratio | None = None
     """Ratio of step times."""
+    seconds: float | None = None
+    """Median step."""
     over_seconds: float | None = None
     """Median step of `over`."""
 
@@ -42,9 +45,10 @@ class Row:
         for name, value in self.figures.items():
             text = f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
             cells[name.replace("_", " ")] = readable_bytes(value) if name.endswith("bytes") else text
-        if self.step is not None and self.over_seconds is not None:
+        if self.step is not None and self.seconds is not None and self.over_seconds is not None:
             cells["time x [95 %]"] = str(self.step)
             cells["quartiles"] = f"{self.step.lower_quartile:.3f} to {self.step.upper_quartile:.3f}"
+            cells["ms"] = f"{1000 * self.seconds:.4g}"
             cells["over, ms"] = f"{1000 * self.over_seconds:.4g}"
         return cells
 
@@ -73,17 +77,21 @@ class BenchResult:
             self.machine = describe_machine(self.config.device)
         self.about += f", {self.config.device}, CPU threads: {self.machine['threads']}"
 
-    def time(self, panel: str, steps: dict[str, Callable[[], object]], progress: Progress) -> None:
-        """Time the steps of all arms, interleaved."""
+    def time(self, panel: str, steps: dict[str, Callable[[], object]], progress: Progress, calls: int = 1) -> None:
+        """Time the steps of all arms, interleaved; a time is the mean of so many calls in a row."""
         config = self.config
         progress(f"{panel}: {len(steps)} arms, {config.warmup} warm-up and {config.rounds} timed steps each")
-        self.times[panel] = interleaved_step_times(steps, config.rounds, config.warmup, config.clock)
+        many = {name: partial(_repeat, step, calls) for name, step in steps.items()} if calls > 1 else steps
+        times = interleaved_step_times(many, config.rounds, config.warmup, config.clock)
+        self.times[panel] = {name: [each / calls for each in own] for name, own in times.items()}
 
     def add(self, panel: str, arm: str, over: str, figures: dict[str, Any]) -> Ratio:
         """Add the row of an arm that was timed in a panel; return its ratio."""
         times = self.times[panel]
-        step, seconds = paired_ratio(times[arm], times[over]), statistics.median_high(times[over])
-        self.rows.append(Row(panel=panel, arm=arm, over=over, figures=figures, step=step, over_seconds=seconds))
+        step = paired_ratio(times[arm], times[over])
+        own, base = (statistics.median_high(times[name]) for name in (arm, over))
+        row = Row(panel=panel, arm=arm, over=over, figures=figures, step=step, seconds=own, over_seconds=base)
+        self.rows.append(row)
         return step
 
     def __str__(self) -> str:
@@ -104,6 +112,11 @@ class BenchResult:
     def to_json(self) -> str:
         """Return everything as text."""
         return json.dumps(asdict(self), indent=2)
+
+
+def _repeat(step: Callable[[], object], calls: int) -> None:
+    for _ in range(calls):
+        step()
 
 
 def draw(result: BenchResult, path: Path) -> None:

@@ -13,6 +13,8 @@ cuda: seconds between two events on the current CUDA stream."""
 Mode = Literal["eager", "compiled", "graphs"]
 Operator = Literal["noble", "sine", "rational", "gated"]
 Kernels = Literal["cosnet", "rational", "sine"]
+RIVALS = ("noble-formula", "noble-official")
+"""NOBLE computed otherwise, see `rivals`."""
 _OF_NOBLE = ("activation", "depth", "fusion", "share_down", "fuse_shared_inputs")
 
 
@@ -94,6 +96,8 @@ class OpBenchConfig(BenchConfig):
     """Groups of channels of the rational activations."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of inputs and weights; factors and coefficients of sine and rational are float32."""
+    calls: int = 1
+    """Calls in a row that one time is the mean of: many where a call takes microseconds."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,8 +120,9 @@ class ModelBenchConfig(BenchConfig):
     family: Literal["glm", "llama"] = "glm"
     """glm: gate and up projection in one linear, GELU. llama: two linears, SiLU."""
     methods: tuple[str, ...] = ("noble",)
-    """Over the plain model, all of it trained: noble, sine-lowrank, nonlinear-query, qk-norm, rational, lora. Over
-    LoRA: dora, sine-lora, sine-dora, peanut, noble-adapter, nora, nora++."""
+    """Over the plain model, all of it trained: noble, sine-lowrank, nonlinear-query, qk-norm, rational, lora, and
+    NOBLE by its plain formula (noble-formula) and as the authors' layer computes it (noble-official). Over LoRA: dora,
+    sine-lora, sine-dora, peanut, noble-adapter, nora, nora++."""
     activation: Literal["cosine", "tanh", "leaky_relu", "gelu", "silu"] = "cosine"
     """NOBLE's bottleneck."""
     depth: int = 2
@@ -140,8 +145,12 @@ class ModelBenchConfig(BenchConfig):
         if self.width % (2 * self.heads):
             raise UserError(f"width {self.width} must be a multiple of 2 x heads ({2 * self.heads})")
         for each in fields(self):
-            if "noble" not in self.methods and each.name in _OF_NOBLE and getattr(self, each.name) != each.default:
+            if each.name not in _OF_NOBLE or getattr(self, each.name) == each.default:
+                continue
+            if "noble" not in self.methods:
                 raise UserError(f"{each.name} is NOBLE's; omit it, or add noble to the methods")
+            for rival in set(RIVALS) & set(self.methods):
+                raise UserError(f"{rival} is NOBLE as in the paper; omit it or {each.name}")
         bench_arms(self.methods, self.ranks)
         NobleConfig(rank=self.ranks[0], **self.noble)
 

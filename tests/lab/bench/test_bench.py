@@ -14,10 +14,11 @@ import nonlinear_lowrank as nlr
 from nlr_lab.bench.arms import METHODS, BenchArm, bench_arms, make_model
 from nlr_lab.bench.decode import bench_decode, make_decoder
 from nlr_lab.bench.op import bench_op, kat_rational, op_arms
-from nlr_lab.bench.result import draw
-from nlr_lab.bench.settings import DecodeBenchConfig, OpBenchConfig, TrainBenchConfig
+from nlr_lab.bench.result import BenchResult, draw
+from nlr_lab.bench.settings import RIVALS, DecodeBenchConfig, OpBenchConfig, TrainBenchConfig
 from nlr_lab.bench.timing import paired_ratio
 from nlr_lab.bench.training import Stepper, bench_memory, bench_step, peak_bytes
+from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.methods.base import all_methods
 from nonlinear_lowrank.methods.rational.reference import rational_reference
 
@@ -79,6 +80,36 @@ def test_every_method_is_over_its_arm(family):
     assert trained["noble-adapter r=4"] > 1
     names = [arm.name for arm in bench_arms(("sine-lora",), (2, 4))]
     assert names == ["lora r=2", "lora r=4", "sine-lora r=2", "sine-lora r=4"]  # alone: without the plain model
+
+
+@pytest.mark.parametrize("rival", RIVALS)
+def test_rivals_compute_what_noble_does_and_save_more(rival):
+    arms = {arm.name: arm for arm in bench_arms(("noble", rival), (4,))}
+    config = replace(STEP, batch_size=3)
+    plain, ours, theirs = (Stepper(config, "eager", arm, lr=1e-2) for arm in arms.values())
+    assert list(arms) == ["baseline", "noble r=4", f"{rival} r=4"]
+    assert {arm.over for arm in arms.values()} == {None, "baseline"}
+    assert ours.trained == theirs.trained > plain.trained
+    assert [len(each["params"]) for each in ours.optimizer.param_groups] == [
+        len(each["params"]) for each in theirs.optimizer.param_groups
+    ]
+    losses = [[stepper.step().item() for _ in range(5)] for stepper in (ours, theirs)]
+    assert losses[0][-1] < losses[0][0]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+    saved = [saved_bytes(each.loss, parameters=list(each.model.parameters())) for each in (ours, theirs)]
+    assert saved[0] < saved[1]
+    config = replace(DECODE, methods=("noble", rival), batch_sizes=(1,))
+    assert [row.arm for row in bench_decode(config).rows] == ["noble r=4", f"{rival} r=4", "noble r=4, optimized"]
+
+
+def test_a_time_is_the_mean_of_calls_in_a_row(monkeypatch):
+    called = []
+    monkeypatch.setattr("nlr_lab.bench.timing.time.perf_counter", lambda: 0.5 * len(called))
+    config = replace(OP, operators=("noble",), calls=4)
+    result = BenchResult(config=config, about="")
+    result.time("panel", {"arm": lambda: called.append(1)}, lambda line: None, config.calls)
+    assert result.times == {"panel": {"arm": [0.5, 0.5]}}
+    assert len(called) == 4 * (config.warmup + config.rounds)
 
 
 def test_arms_differ_by_the_branch_and_learn():
@@ -182,7 +213,7 @@ def test_op_reports_what_was_timed(tmp_path):
         times = data["times"][row.panel]
         assert row.step == paired_ratio(times[row.arm], times[row.over])
         assert str(row.step) in str(result)
-    assert len(result.rows) == 2 + 5 + 4 + 2
+    assert len(result.rows) == 3 + 5 + 4 + 2
     saved = {row.arm: row.figures["saved_bytes"] for row in result.rows}
     over = {row.arm: row.figures["saved_by_over_bytes"] for row in result.rows}
     assert saved["NOBLE r=4"] - over["NOBLE r=4"] == 20 * 4 * 4
@@ -190,7 +221,7 @@ def test_op_reports_what_was_timed(tmp_path):
     assert saved["rational"] == over["rational"] == 20 * 32 * 4
     assert saved["gated rational"] == 2 * 20 * 32 * 4
     for row in result.rows:
-        if row.arm.startswith(("plain", "KAT")):
+        if row.arm.startswith(("plain", "official", "KAT")):
             assert row.figures["saved_bytes"] > row.figures["saved_by_over_bytes"]
     assert lines
     draw(result, tmp_path / "op.png")

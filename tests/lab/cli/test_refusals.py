@@ -64,6 +64,10 @@ ROWS = [  # a command, and words of the line
     ("bench kernels --picture k.png", "draws no picture"),
     ("bench decode --output .", "is a folder; name a file (--output)"),
     ("bench decode --methods nonlinear-query --fuse-shared-inputs", "fuse_shared_inputs is NOBLE's"),
+    (
+        "bench step --methods noble noble-official --depth 1",
+        "noble-official is NOBLE as in the paper; omit it or depth",
+    ),
 ]
 
 
