@@ -102,7 +102,7 @@ test: $(STAMP) $(QUANTIZED)/.installed $(KERNELS)/.installed $(TORCHTITAN)/.inst
 		$(BIN)/python -m pytest -n $(WORKERS) -m "kernels and not slow" tests/library/methods/test_kernels_interpreted.py
 	PYTHONPATH=$(KERNELS) OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -n $(WORKERS) -m "kernels and not slow" tests/library/methods/test_kernels_compiled.py
-	PYTHONPATH=$(TORCHTITAN):$(KERNELS) OMP_NUM_THREADS=1 \
+	PYTHONPATH=$(TORCHTITAN):$(KERNELS):$(QUANTIZED) OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -m "torchtitan and not slow" tests/library/integrations/test_torchtitan.py
 
 # The wheels of peft and transformers have no tests; their source distributions have.

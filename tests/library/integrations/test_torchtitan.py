@@ -7,6 +7,7 @@ import math
 import re
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("torchtitan")
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+    from torchtitan.components.quantization import Float8LinearConverter
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.models.common.attention import FusedQKVLinear, QKVLinear
     from torchtitan.models.llama3 import model_registry
@@ -281,6 +283,104 @@ def _one_process(monkeypatch):
     values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     for name, value in values.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def float8():
+    """A function that puts torchtitan's float8 converter, emulated, into a ModelSpec; its global switch is put back."""
+    pytest.importorskip("torchao")
+    before = torch._inductor.config.emulate_precision_casts
+
+    def convert(spec, *filter_fqns):
+        converter = Float8LinearConverter.Config(emulate=True, filter_fqns=["lm_head", *filter_fqns])
+        return replace(spec, model=converter.build().convert(copy.deepcopy(spec.model)))
+
+    yield convert
+    torch._inductor.config.emulate_precision_casts = before
+
+
+ORDERS = {
+    "ours first": lambda spec, float8, **which: float8(augmented(spec, **which)),
+    "float8 first": lambda spec, float8, **which: augmented(float8(spec), **which),
+}
+
+
+def kinds_of(model):
+    """Names of layers by the kind of their linear, branches' dense parts named as the layers are."""
+    found = {name.removesuffix(".dense"): type(each).__name__ for name, each in model.named_modules()}
+    return {name: kind for name, kind in found.items() if kind in ("Linear", "Float8Linear")}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_dense_parts_multiply_in_float8_and_branches_do_not(order, float8):
+    spec = order(kit.llama(), float8)
+    model, plain = stirred(kit.built(spec)), kit.built(augmented())
+    assert branches_of(model) == branches_of(plain)
+    dense = dict.fromkeys(branches_of(model), "Float8Linear")
+    assert kinds_of(model) == {**dense, "lm_head": "Linear"}
+    plain.load_state_dict(model.state_dict())
+    alone = kit.built(float8(kit.llama()))  # as torchtitan builds it, without branches
+    for block, part in ((0, "feed_forward.w2"), (1, "attention.wo")):
+        name = f"layers.{block}.{part}"
+        ours, exact, theirs = (each.get_submodule(name) for each in (model, plain, alone))
+        theirs.load_state_dict({"weight": ours.weight})
+        x = torch.randn(2, 5, ours.in_features)
+        assert ours.dense(x).equal(theirs(x))
+        assert not ours.dense(x).equal(exact.dense(x))
+        torch.testing.assert_close(ours(x) - ours.dense(x), exact(x) - exact.dense(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_float8_skips_the_same_linears_in_both_orders(order, float8, monkeypatch):
+    """Those that filter_fqns names, those without a branch, and parts of a fused projection that are too narrow."""
+    monkeypatch.setattr(kit, "KEYS", 1)  # of width 8; the fused projection's 48 are enough
+    model = kit.built(order(kit.llama(), lambda spec: float8(spec, "w1"), exclude=r"layers\.1\.attention.*"))
+    plain = {"lm_head", *(name for name in kinds_of(model) if name.endswith((".wk", ".wv", ".w1")))}
+    assert len(plain) == 1 + 2 + 2
+    assert {name for name, kind in kinds_of(model).items() if kind == "Linear"} == plain
+    assert "layers.1.attention.qkv_linear.wqkv" in kinds_of(model)
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_a_float8_run_ends_near_one_in_bfloat16_and_saves_plain_tensors(order, float8, tmp_path, monkeypatch):
+    _one_process(monkeypatch)
+    losses, states, model_only = {}, {}, {"last_save_in_hf": True, "last_save_model_only": True}
+    for name in ("bfloat16", "float8"):
+        spec = order(kit.llama(), float8 if name == "float8" else lambda spec: spec)
+        config = kit.job(spec, tmp_path / name, precision="bfloat16", **model_only)
+        config.optimizer = titan.optimizer_config(config.optimizer, spec.model)
+        with kit.on_the_cpu():
+            trainer, losses[name] = kit.trained(config)
+            states[name] = kit.whole_state(trainer)
+            assert_groups(trainer.optimizers, trainer.model_parts[0], 3e-3, 0.1)
+        assert states[name].keys() == kit.built(augmented()).state_dict().keys()
+        moments = [each["exp_avg"] for optimizer in trainer.optimizers for each in optimizer.state.values()]
+        assert len(moments) == len(states[name])
+        assert all(each.count_nonzero() for each in moments)
+    assert losses["float8"] != losses["bfloat16"]
+    assert losses["float8"] == pytest.approx(losses["bfloat16"], rel=0.02)
+    assert losses["float8"][-1] < losses["float8"][0] - 0.3
+    step = tmp_path / "float8" / "checkpoint" / "step-12"
+    titan.hf_config(spec).save_pretrained(step)
+    plain = augmented()  # goes on without float8
+    assert all(each.equal(states["float8"][name]) for name, each in titan.read_hf(plain, step).items())
+    assert {"Linear", "NobleLinear"} <= {type(each).__name__ for each in nlr.hub.load_model(step).modules()}
+
+
+def test_converters_that_leave_no_dense_part_are_refused(float8):
+    from torchtitan.components.lora import LoRAConverter
+
+    spec = float8(kit.llama())
+    before = re.sub(r" at 0x\w+", "", str(spec.model.to_dict()))
+    words = r"is a Float8Linear, and sine-lowrank has no dense part.*put AugmentConverter before Float8LinearConverter"
+    assert_refused(words, titan.AugmentConverter.Config(method=SINE).build().convert, spec.model)
+    assert re.sub(r" at 0x\w+", "", str(spec.model.to_dict())) == before
+    model = _on_meta(float8(augmented(method=SINE, include=".*feed_forward.*")))  # the order that it names
+    assert {name for name, kind in kinds_of(model).items() if kind == "Float8Linear"} == {
+        f"layers.{layer}.attention.{own}" for layer in range(kit.LAYERS) for own in ("qkv_linear.wqkv", "wo")
+    }
+    lora = LoRAConverter.Config(rank=2, alpha=2.0).build().convert(copy.deepcopy(augmented().model))
+    assert_refused("has made a .*LoRALinear of a NOBLE layer's dense part", kit.built, replace(spec, model=lora))
 
 
 def test_a_checkpoint_is_read_whole(tmp_path, monkeypatch):

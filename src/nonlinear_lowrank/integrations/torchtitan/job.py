@@ -4,13 +4,15 @@ import copy
 import functools
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import spmd_types as spmd
 import torch
 from torch import Tensor
 from torchtitan.components.optimizer import ParamGroupConfig
+from torchtitan.components.quantization import Float8Linear
+from torchtitan.components.quantization.utils import module_filter_fn
 from torchtitan.models.common.attention import FusedQKVLinear, QKVLinear
 from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.linear import Linear
@@ -20,7 +22,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 from torchtitan.tools.logging import logger
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.base import method_of_config
+from nonlinear_lowrank.methods.base import Method, method_of_config
 from nonlinear_lowrank.methods.noble import NobleLinear
 from nonlinear_lowrank.methods.sine import SineLowRankLinear
 from nonlinear_lowrank.optim import parameter_roles
@@ -84,10 +86,19 @@ class TitanNobleLinear(Layer, NobleLinear):
     class Config(Layer.Config):
         """Builds this class."""
 
+        dense: Any
+        """The dense part's `Linear.Config`, which the float8 converter finds and swaps."""
+
     def __init__(self, config: Any) -> None:
+        if type(config.dense) not in _DENSE:
+            kind = type(config.dense).__qualname__.removesuffix(".Config")
+            raise UserError(
+                f"a converter after AugmentConverter has made a {kind} of a NOBLE layer's dense part, which can be a "
+                "Linear or a Float8Linear; omit that converter"
+            )
         sizes: dict[str, Any] = {name: getattr(config, name) for name in ("in_features", "out_features", "bias")}
         NobleLinear.__init__(self, **sizes, config=config.method)
-        dense = Linear(Linear.Config(**sizes))  # a module of torchtitan too
+        dense = config.dense.build()  # a module of torchtitan too
         dense.reset_parameters, self.dense, self.config = self.dense.reset_parameters, dense, config
 
 
@@ -112,6 +123,8 @@ class TitanSineLowRankLinear(Layer, SineLowRankLinear):
         return super().forward(input)
 
 
+# torchtitan's Float8Linear is None without torchao.
+_DENSE: tuple[Any, ...] = (Linear.Config, *([] if Float8Linear is None else [Float8Linear.Config]))
 _CLASSES: dict[str, type[Layer]] = {"noble": TitanNobleLinear, "sine-lowrank": TitanSineLowRankLinear}
 
 
@@ -156,22 +169,23 @@ class AugmentConverter(ModelConfigConverter):
         config = method.initial(config, pretrained=False)
         spread = copy.deepcopy(model_config)
         _unfuse(spread, lambda fqn: True)
+        places = {name: place for place in _places(spread) for name in place.names}
+        for place in places.values():
+            if type(place.config) in _DENSE[1:]:
+                place.put(_plain(place.config))
         plain = built(spread)
         names, skipped = choose_linears(plain, method, config, self.config.include, self.config.exclude)
-        places = {name: place for place in _places(spread) for name in place.names}
         for name in names:
-            _check_place(name, places.get(name), set(names))
+            _check_place(name, places.get(name), set(names), method)
             method.check(name, plain.get_submodule(name), config)
         _unfuse(model_config, lambda fqn: any(f"{fqn}.{own}" in names for own in ("wq", "wk", "wv")))
-        for place in _places(model_config):
+        for place in list(_places(model_config)):
             if place.names[0] in names:
                 same = ("in_features", "out_features", "bias", "param_init", "sharding_config")
-                fields = {own: getattr(place.config, own) for own in same}
-                ours = _CLASSES[method.name].Config(**fields, method=config)
-                if isinstance(place.parent, list):
-                    place.parent[place.attribute] = ours
-                else:
-                    setattr(place.parent, place.attribute, ours)
+                kept = {own: getattr(place.config, own) for own in same}
+                if method.dense:
+                    kept["dense"] = replace(place.config, param_init=None, sharding_config=None)
+                place.put(_CLASSES[method.name].Config(**kept, method=config))
         model = built(model_config)
         report = AugmentReport(method=method.name, config=config, swapped=names, skipped=skipped)
         measure_plain(report, plain, names)
@@ -189,6 +203,18 @@ class _Place(NamedTuple):
     parent: Any
     attribute: Any
 
+    def put(self, config: Any) -> None:
+        """Put another config there."""
+        if isinstance(self.parent, list):
+            self.parent[self.attribute] = config
+        else:
+            setattr(self.parent, self.attribute, config)
+
+
+def _plain(config: Any) -> Any:
+    """Return the plain linear's config of a float8 one."""
+    return Linear.Config(**{each.name: getattr(config, each.name) for each in fields(Linear.Config)})
+
 
 def _places(model_config: Any) -> Iterator[_Place]:
     for kind in (Linear.Config, Layer.Config):
@@ -198,16 +224,21 @@ def _places(model_config: Any) -> Iterator[_Place]:
             yield _Place(names, config, parent, attribute)
 
 
-def _check_place(name: str, place: _Place | None, chosen: set[str]) -> None:
+def _check_place(name: str, place: _Place | None, chosen: set[str], method: Method) -> None:
     if place is None or place.parent is None:
         raise UserError(f"the model's config has no linear at {name}; leave it out with exclude=")
     if isinstance(place.config, Layer.Config):
         raise UserError(f"{name} is augmented already; leave it out with exclude=")
     # Subclasses compute in ways of their own, and modules of "dist_gemm" read weights past their linears.
     owner = type(place.parent).__qualname__.removesuffix(".Config")
-    if type(place.config) is not Linear.Config or owner.startswith("AllGather"):
-        kind = type(place.config).__qualname__.removesuffix(".Config")
+    kind = type(place.config).__qualname__.removesuffix(".Config")
+    if type(place.config) not in _DENSE or owner.startswith("AllGather"):
         raise UserError(f"{name} is a {kind} in {owner}, where a branch cannot be; leave it out with exclude=")
+    if type(place.config) in _DENSE[1:] and not method.dense:
+        raise UserError(
+            f"{name} is a {kind}, and {method.name} has no dense part to keep in float8; put AugmentConverter before "
+            "Float8LinearConverter, which then takes the other linears"
+        )
     if not chosen.issuperset(place.names):
         raise UserError(f"{' and '.join(place.names)} have one config in torchtitan; choose both or neither")
 
@@ -215,13 +246,14 @@ def _check_place(name: str, place: _Place | None, chosen: set[str]) -> None:
 def _unfuse(model_config: Any, wanted: Callable[[str], bool]) -> None:
     """Make three linears of fused query, key and value projections, by the name of the module around them."""
     for fqn, fused, parent, attribute in list(model_config.traverse(FusedQKVLinear.Config)):
-        if type(fused) is not FusedQKVLinear.Config or type(fused.wqkv) is not Linear.Config or not wanted(fqn):
+        if type(fused) is not FusedQKVLinear.Config or type(fused.wqkv) not in _DENSE or not wanted(fqn):
             continue
         linears = {}
         for own, count in (("wq", fused.n_heads), ("wkv", fused.n_kv_heads)):
             draws = (fused.wqkv.param_init or {}).items()
             of_rows = {name: functools.partial(_draw_rows, draw, own, fused) for name, draw in draws}
-            linears[own] = replace(fused.wqkv, out_features=count * fused.head_dim, param_init=of_rows or None)
+            part = replace(fused.wqkv, out_features=count * fused.head_dim, param_init=of_rows or None)
+            linears[own] = part if module_filter_fn(part, own, []) else _plain(part)
         setattr(parent, attribute, QKVLinear.Config(head_dim=fused.head_dim, **linears))
 
 
