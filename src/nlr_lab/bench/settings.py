@@ -31,6 +31,52 @@ class KernelBenchConfig:
         _check(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrafficBenchConfig:
+    """Settings of `nlr bench traffic`: the paper's base model by default."""
+
+    width: int = 1024
+    """d."""
+    hidden: int = 2752
+    """Width of the gated feed-forward."""
+    layers: int = 12
+    """Transformer blocks."""
+    vocab_size: int = 50_257
+    """Outputs of the head."""
+    sequence_length: int = 1024
+    """Tokens of a sequence."""
+    batch_size: int = 16
+    """Sequences that a GPU takes at once."""
+    ranks: tuple[int, ...] = (64, 128, 256)
+    """r."""
+    hardware: str = "h200"
+    """a100, h100, h200, b200 or rtx4090."""
+    processors: int = 132
+    """Multiprocessors of the GPU."""
+    utilization: float = 0.45
+    """Share of the data sheet's rate that the plain model's step reaches."""
+    product_share: float = 0.7
+    """Share of the rate that single products reach."""
+    bandwidth_share: float = 0.8
+    """Share of the data sheet's bandwidth that kernels reach."""
+
+    def __post_init__(self) -> None:
+        from nlr_lab.plan.presets import find_hardware
+
+        _check(self)
+        find_hardware(self.hardware)
+        for name in ("utilization", "product_share", "bandwidth_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise UserError(f"{name} must be above 0 and at most 1, got {getattr(self, name)!r}")
+        if max(self.ranks) >= min(self.width, self.hidden):
+            raise UserError(f"rank {max(self.ranks)} is not low; choose ranks below {min(self.width, self.hidden)}")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.batch_size * self.sequence_length
+
+
 def _check(config: Any) -> None:
     """Raise UserError unless integers are positive, and values of a tuple different and at least one."""
     for field in fields(config):

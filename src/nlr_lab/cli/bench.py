@@ -17,6 +17,7 @@ BENCHES = {
     "op": "Time and memory of single operators against their plain formulas, LoRA, DoRA, PEANuT, GELU, SwiGLU and KAT.",
     "decode": "Time of generating one token with a method over the plain model, interleaved.",
     "kernels": "Registers, spills, shared memory and matrix instructions of every Triton kernel; needs no GPU.",
+    "traffic": "Bytes and FLOPs that NOBLE adds to a step on a GPU, and times that follow, on paper.",
 }
 _TRAINING = ("step", "memory")
 
@@ -49,8 +50,8 @@ def run_bench(arguments: list[str]) -> None:
         check_parent(path, f"--{name}")
         if path is not None and Path(path).is_dir():
             raise UserError(f"{path} is a folder; name a file (--{name})")
-    if options.picture is not None and what == "kernels":
-        raise UserError("nlr bench kernels draws no picture; omit --picture")
+    if options.picture is not None and what in ("kernels", "traffic"):
+        raise UserError(f"nlr bench {what} draws no picture; omit --picture")
     config = config_class(**{field.name: getattr(options, field.name) for field in fields(config_class)})
     module = importlib.import_module(f"nlr_lab.bench.{'training' if what in _TRAINING else what}")
     result = getattr(module, f"bench_{what}")(config, progress=print)

@@ -62,6 +62,7 @@ ROWS = [  # a command, and words of the line
     ("bench step --output /no/such/folder/b.json", "/no/such/folder"),
     ("bench memory --picture /no/such/folder/b.png", "/no/such/folder"),
     ("bench kernels --picture k.png", "draws no picture"),
+    ("bench traffic --hardware h1", "unknown hardware 'h1'"),
     ("bench decode --output .", "is a folder; name a file (--output)"),
     ("bench decode --methods nonlinear-query --fuse-shared-inputs", "fuse_shared_inputs is NOBLE's"),
     (
