@@ -20,7 +20,7 @@ from nonlinear_lowrank.methods.base import dense_part, method_of_layer
 from nonlinear_lowrank.methods.matrix import is_plain_linear, linear_shape, replace_modules
 
 from .attention import kept_back
-from .targets import bypassed_linears, names_read
+from .targets import bypassed_linears, holds_numbers, names_read
 
 _GATED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -153,7 +153,9 @@ def _planned(model: nn.Module) -> tuple[dict[nn.Module, SplitLinear], dict[str, 
     bypassed = bypassed_linears(model)
     for name, module in model.named_modules():
         parent = model.get_submodule(name.rpartition(".")[0])
-        if name.rpartition(".")[2] not in (*FUSED, BY_HEAD, *_GATED) or not is_plain_linear(module):
+        # bitsandbytes' linears have a forward of their own.
+        linear = is_plain_linear(module) or (isinstance(module, nn.Linear) and not _in_numbers(module))
+        if name.rpartition(".")[2] not in (*FUSED, BY_HEAD, *_GATED) or not linear:
             continue
         if isinstance(parent, SplitLinear) or method_of_layer(parent) is not None:
             continue
@@ -207,7 +209,11 @@ def _undrawn(split: Any) -> nn.Module:
 
 
 def check_split(chosen: Collection[str], model: nn.Module, whole: Mapping[str, str]) -> None:
-    """Raise UserError where no part of a fused projection is among the names of the linears to swap."""
+    """Raise UserError where no part of a fused projection is among the linears to swap, or a quantized one is."""
+    for name in chosen:
+        if name in whole and not _in_numbers(model.get_submodule(name)):
+            hint = "augment the unquantized model, save it, and quantize it as it is loaded, or use an adapter instead"
+            raise UserError(f"{name} is quantized or split over devices, and split_fused cannot split it; {hint}")
     if any(isinstance(model.get_submodule(name.rpartition(".")[0]), SplitLinear) for name in chosen):
         return
     why = "; ".join(f"{name}: {reason}" for name, reason in list(whole.items())[:3])
@@ -215,6 +221,10 @@ def check_split(chosen: Collection[str], model: nn.Module, whole: Mapping[str, s
         "split_fused needs a fused projection, of queries, keys and values or of gate and up, whose parts can be told "
         f"among the linears to swap, and there is none{why and f' ({why})'}; omit it"
     )
+
+
+def _in_numbers(module: nn.Module) -> bool:
+    return all(map(holds_numbers, module.parameters()))
 
 
 def saved_splits(model: nn.Module, names: Iterable[str]) -> list[dict[str, Any]]:

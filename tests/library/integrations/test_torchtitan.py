@@ -82,7 +82,7 @@ def test_configs_are_swapped_and_all_is_a_module_of_torchtitan():
     [(r".*(feed_forward.*|\.wo)", True), (r".*\.wq", False), ([r".*\.wk", r".*\.wv"], False), (r".*qkv.*", False)],
 )
 def test_the_fused_projection_is_parted_only_where_it_gets_branches(include, fused):
-    spec = augmented(include=include)
+    spec = augmented(include=include, split_fused=True)
     kinds = {type(layer.attention.qkv_linear) for layer in spec.model.layers}
     assert kinds == {FusedQKVLinear.Config if fused else QKVLinear.Config}
     model = kit.built(spec)
@@ -448,6 +448,7 @@ REFUSED = {
     "head": ({"include": "lm_head"}, NOBLE, "named like an output head"),
     "one of two": ({"include": r".*\.wk"}, NOBLE, "wk and .*wv have one config in torchtitan; choose both or neither"),
     "shared": ({}, nlr.NobleConfig(rank=4, share_down="qkv"), "share_down and fuse_shared_inputs .* omit them"),
+    "whole": ({"split_fused": False}, NOBLE, "beside a whole fused projection is not for torchtitan: omit split_fused"),
     "method": ({}, nlr.NonlinearQueryConfig(), "nonlinear-query is not for torchtitan; use NobleConfig"),
     "no method": ({}, {"rank": 4}, "dict is not for torchtitan; use NobleConfig"),
 }

@@ -6,11 +6,11 @@ import re
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForSequenceClassification, BitsAndBytesConfig, TorchAoConfig
 from transformers.distributed import DistributedConfig
 
 import nonlinear_lowrank as nlr
-from family_checks import branches, enlarge_branches, outputs, realigned, same, train_a_step
+from family_checks import branch_tensors, branches, enlarge_branches, outputs, quantized, realigned, same, train_a_step
 from family_helpers import FAMILIES
 from nonlinear_lowrank.analysis import layer_importance
 from nonlinear_lowrank.hub import convert
@@ -275,6 +275,56 @@ def test_refused_for_activations_hooks_and_tensor_parallelism():
     nlr.augment(model, nlr.NobleConfig(rank=RANK), split_fused=True, verbose=False)
     words = "layers of split projections cannot be split by tensor parallelism"
     assert_refused(words, type(model).maybe_distribute_model, model, DistributedConfig(tp_size=2), None)
+
+
+def _quantizers():
+    pytest.importorskip("bitsandbytes")
+    torchao = pytest.importorskip("torchao.quantization")
+    return {
+        "8 bit": BitsAndBytesConfig(load_in_8bit=True),
+        "4 bit": BitsAndBytesConfig(load_in_4bit=True),
+        "torchao": TorchAoConfig(torchao.Int8WeightOnlyConfig()),
+    }
+
+
+QUANTIZED = [("phi3", "8 bit"), ("gpt2", "8 bit"), ("gpt_neox", "8 bit"), ("phi3", "torchao"), ("gpt_neox", "torchao")]
+
+
+@quantized
+@pytest.mark.parametrize(("family", "kind"), QUANTIZED)
+def test_parts_are_quantized_as_they_are_loaded(family, kind, tmp_path):
+    """Without branches they give what the fused projection in 8 bits gives: each row has a scale of its own."""
+    plain, model, _ = _split(family)
+    plain.save_pretrained(tmp_path / "plain")
+    enlarge_branches(model).save_pretrained(tmp_path / "split")
+    config = _quantizers()[kind]
+    whole = type(plain).from_pretrained(tmp_path / "plain", quantization_config=config).eval()
+    loaded = type(model).from_pretrained(tmp_path / "split", quantization_config=config).eval()
+    assert same(branch_tensors(loaded).values(), branch_tensors(model).values())
+    weights = [part.dense.weight.data for split in _splits(loaded).values() for part in split.children()]
+    assert len(weights) == sum(len(each.parts.names) for each in _splits(model).values())
+    assert not [each for each in weights if type(each) is torch.Tensor and each.is_floating_point()]
+    inputs = FAMILIES[family].inputs(model)
+    with nlr.branches_disabled(loaded):
+        torch.testing.assert_close(outputs(loaded, inputs)[0], outputs(whole, inputs)[0], rtol=0, atol=1e-5)
+    found, expected = outputs(loaded, inputs)[0], outputs(model, inputs)[0]
+    assert 0 < (found - expected).norm() < 0.05 * expected.norm()
+    optimizer = torch.optim.AdamW(nlr.param_groups(loaded, lr=1e-3, verbose=False))
+    loaded(**inputs).logits.square().mean().backward()
+    assert all(each.grad.count_nonzero() for each in branch_tensors(loaded).values())
+    optimizer.step()
+    assert not [name for name, each in branch_tensors(loaded).items() if each.equal(branch_tensors(model)[name])]
+
+
+@quantized
+@pytest.mark.parametrize("kind", ["8 bit", "4 bit", "torchao"])
+def test_a_quantized_projection_is_refused_and_the_model_is_as_it_was(kind, tmp_path):
+    FAMILIES["phi3"].build().save_pretrained(tmp_path)
+    model = AutoModel.from_pretrained(tmp_path, quantization_config=_quantizers()[kind])
+    before = list(model.named_modules())
+    words = r"layers\.0\.self_attn\.qkv_proj is quantized .* split_fused cannot split it; augment the unquantized model"
+    assert_refused(words, nlr.augment, model, nlr.NobleConfig(rank=RANK), split_fused=True, verbose=False)
+    assert list(model.named_modules()) == before
 
 
 @pytest.mark.parametrize("family", ["phi3", "gpt2", "gpt_neox", "falcon-40b"])

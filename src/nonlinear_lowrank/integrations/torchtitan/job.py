@@ -148,6 +148,8 @@ class AugmentConverter(ModelConfigConverter):
         """Regular expression(s) that a linear's whole name must match, e.g. r"layers\\.\\d+\\.attention\\..*"."""
         exclude: Patterns = None
         """Regular expression(s) of names to skip."""
+        split_fused: bool = True
+        """Fused projections are three linears where a branch is; there is no other way here."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -166,6 +168,8 @@ class AugmentConverter(ModelConfigConverter):
             raise UserError(f"{named} is not for torchtitan; use NobleConfig or SineLowRankConfig")
         if getattr(config, "share_down", "none") != "none" or getattr(config, "fuse_shared_inputs", False):
             raise UserError("share_down and fuse_shared_inputs are not for torchtitan: omit them")
+        if not self.config.split_fused:
+            raise UserError("a branch beside a whole fused projection is not for torchtitan: omit split_fused=False")
         config = method.initial(config, pretrained=False)
         spread = copy.deepcopy(model_config)
         _unfuse(spread, lambda fqn: True)
@@ -268,7 +272,14 @@ def _draw_rows(draw: Callable[[Tensor], Any], own: str, fused: Any, tensor: Tens
         tensor.copy_(rows.reshape(-1, *tensor.shape[1:]))
 
 
-def augment(trainer_config: Any, method: Any, *, include: Patterns = None, exclude: Patterns = None) -> Any:
+def augment(
+    trainer_config: Any,
+    method: Any,
+    *,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    split_fused: bool = True,
+) -> Any:
     """Put a method's layers into a training job: model, optimizer and Hugging Face export.
 
     torchtitan's `Trainer.Config`, with a model and an optimizer, is changed in place, and returned. The other arguments
@@ -283,7 +294,8 @@ def augment(trainer_config: Any, method: Any, *, include: Patterns = None, exclu
         raise UserError("the trainer config has no model_spec; set one, e.g. model_registry('debugmodel')")
     if spec.state_dict_adapter and issubclass(spec.state_dict_adapter, BranchAdapter):
         raise UserError("the job is augmented already; put a second method in by AugmentConverter, before augment")
-    converter = AugmentConverter.Config(method=method, include=include, exclude=exclude).build()
+    which: dict[str, Any] = {"include": include, "exclude": exclude, "split_fused": split_fused}
+    converter = AugmentConverter.Config(method=method, **which).build()
     model = converter.convert(copy.deepcopy(spec.model))
     trainer_config.optimizer = optimizer_config(trainer_config.optimizer, model)
     adapter = spec.state_dict_adapter and state_dict_adapter(spec.state_dict_adapter)
