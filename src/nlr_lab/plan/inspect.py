@@ -3,12 +3,12 @@
 The model is built on the meta device (or given, on any device: it is neither run nor changed), and one training forward
 pass is traced on fake CPU tensors, which have shapes and storages but no contents. On fake CPU tensors, unlike on meta
 ones, autocast casts and attention takes its fused kernel, as on a GPU; so what is saved is what a GPU run in the same
-type saves, apart from a few bytes of kernel state.
+type saves, apart from a few bytes of kernel state. Of a stack of equal blocks four are traced, see `_shortened`.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nlr_lab.runtime.tables import fold_numbers, number_table, readable_bytes, render_table
 from nonlinear_lowrank.analysis.cost import NUMBERS, LayerCost, ModelCost, model_cost
@@ -27,6 +28,9 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.experts import has_interface
 from nonlinear_lowrank.surgery.targets import expert_tensors, unreached_experts
 from nonlinear_lowrank.validation import check_integer, one_line
+
+_PLAIN = (bool, int, float, str, type(None))
+_PLACES = ("layer_idx", "layer_id")
 
 
 def inspect_model(
@@ -186,6 +190,75 @@ def _patches(model: nn.Module) -> int | None:
 
 def _saved_by_module(model: nn.Module, inputs: Mapping[str, Tensor], bf16: bool) -> Counter[str]:
     """Return bytes by the module that was running when they were first saved."""
+    stacks = {name: list(module) for name, module in model.named_modules() if _is_uniform(model, module)}
+    if stacks:
+        with suppress(Exception), _shortened(model, stacks):  # a model may look its blocks up by number
+            return _repeated(_traced(model, inputs, bf16), stacks)
+    return _traced(model, inputs, bf16)
+
+
+def _is_uniform(model: nn.Module, stack: nn.Module) -> bool:
+    """Return whether a module is a list of more than four blocks, equal but for the first and the last."""
+    if not isinstance(stack, nn.ModuleList) or len(stack) <= 4:
+        return False
+    if not all(isinstance(block, GradientCheckpointingLayer) for block in stack):
+        return False
+    kinds = getattr(getattr(model, "config", None), "layer_types", None) or ()
+    return len(set(kinds)) <= 1 and all(_facts(block) == _facts(stack[1]) for block in list(stack)[2:-1])
+
+
+def _facts(block: nn.Module) -> list[Any]:
+    """Return classes, plain attributes and tensors of a block's modules, but for its place."""
+    return [
+        (
+            name,
+            type(module),
+            {key: each for key, each in vars(module).items() if isinstance(each, _PLAIN) and key not in _PLACES},
+            "forward" in vars(module),
+            [(key, each.shape, each.dtype, each.requires_grad) for key, each in module.named_parameters(recurse=False)],
+        )
+        for name, module in block.named_modules()
+    ]
+
+
+@contextmanager
+def _shortened(model: nn.Module, stacks: Mapping[str, list[nn.Module]]) -> Iterator[None]:
+    """Leave of each stack its first three blocks and the last; undone afterwards."""
+    before = {name: model.get_submodule(name)._modules for name in stacks}
+    try:
+        for name, modules in before.items():
+            model.get_submodule(name)._modules = {key: modules[key] for key in [*list(modules)[:3], list(modules)[-1]]}
+        yield
+    finally:
+        for name, modules in before.items():
+            model.get_submodule(name)._modules = modules
+
+
+def _repeated(kept: Counter[str], stacks: Mapping[str, list[nn.Module]]) -> Counter[str]:
+    """Return the bytes of all blocks out of those of a shortened stack.
+
+    Raises:
+        ValueError: the second block does not save what the third does.
+    """
+    found = Counter(kept)
+    for stack, blocks in stacks.items():
+        second, third = (
+            {name.removeprefix(f"{stack}.{place}"): each for name, each in kept.items() if _within(name, stack, place)}
+            for place in (1, 2)
+        )
+        if second != third:
+            raise ValueError(f"the blocks of {stack} differ")
+        for place in range(3, len(blocks) - 1):
+            found.update({f"{stack}.{place}{name}": each for name, each in second.items()})
+    return found
+
+
+def _within(name: str, stack: str, place: int) -> bool:
+    return f"{name}.".startswith(f"{stack}.{place}.")
+
+
+def _traced(model: nn.Module, inputs: Mapping[str, Tensor], bf16: bool) -> Counter[str]:
+    """Return the bytes of a pass through every block that is there."""
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         _training(model),

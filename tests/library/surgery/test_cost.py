@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AlbertConfig, LlamaConfig, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AlbertConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 import nonlinear_lowrank as nlr
 from model_helpers import FAMILIES, batch
@@ -190,3 +197,29 @@ def test_experts_count_as_many_as_a_token_goes_through(branch):
         assert cost.kept_bytes == saved_bytes(model.train(), **inputs, labels=inputs["input_ids"])
     assert f"{one.active_parameters:,} parameters are active" in format_cost(one)
     assert json.loads(one.to_json())["active_parameters"] == one.active_parameters
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=7, num_attention_heads=4),
+        GPT2Config(vocab_size=67, n_embd=32, n_layer=7, n_head=4, bos_token_id=0, eos_token_id=0),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_four_blocks_of_a_stack_of_equal_ones_are_traced(config, alike):
+    model = AutoModelForCausalLM.from_config(config)
+    blocks = next(each for each in model.modules() if isinstance(each, nn.ModuleList))
+    nlr.augment(model, nlr.NobleConfig(rank=8), exclude=None if alike else r".*\.4\..*", verbose=False)
+    ran = []
+    hooks = [each.register_forward_hook(lambda block, *_: ran.append(list(blocks).index(block))) for each in blocks]
+    cost = inspect_model(model, LENGTH, BATCH)
+    assert len(blocks) == 7
+    assert len(ran) == (4 if alike else 7)
+    for hook in hooks:
+        hook.remove()
+    ids = torch.randint(0, 67, (BATCH, LENGTH))
+    model.train()
+    expected = saved_bytes(lambda: model(input_ids=ids, labels=ids), parameters=[*model.parameters(), *model.buffers()])
+    assert cost.kept_bytes == expected
