@@ -63,6 +63,20 @@ def test_merging_gives_a_model_with_the_same_outputs(tmp_path, row, dtype, bound
     assert not list((tmp_path / "out").glob("adapter*"))
 
 
+@pytest.mark.parametrize("row", [row for row in MERGING if not row.name.startswith("nora")], ids=lambda row: row.name)
+def test_merged_files_are_those_of_a_plain_model(tmp_path, row):
+    """For other programs: config (with the class), names, shapes and types of all tensors; and no code of ours."""
+    adapter, *_ = make_adapter(tmp_path, row)
+    merge_adapter(adapter, tmp_path / "out")
+    configs = [json.loads((tmp_path / each / "config.json").read_text()) for each in ("base", "out")]
+    assert configs[0] == configs[1]
+    tensors = [load_file(tmp_path / each / "model.safetensors") for each in ("base", "out")]
+    kinds = [{name: (each.shape, each.dtype) for name, each in files.items()} for files in tensors]
+    assert kinds[0] == kinds[1]
+    assert any(not each.equal(tensors[1][name]) for name, each in tensors[0].items())
+    assert not list((tmp_path / "out").glob("*.py"))
+
+
 @pytest.mark.parametrize(
     ("kind", "stored", "dtype"),
     [
