@@ -113,29 +113,28 @@ class BenchResult:
         """Return everything as text."""
         return json.dumps(asdict(self), indent=2)
 
+    def draw(self, path: Path) -> None:
+        """Write a PNG: one mark an arm, its time ratio with the interval, or MiB saved for backward."""
+        figure, axes = new_figure(8, 1 + 0.3 * len(self.rows))
+        for place, row in enumerate(self.rows):
+            step = row.step
+            if step is None:
+                axes.plot(row.figures["saved_bytes"] / 2**20, place, "o", color=COLOURS[0])
+            else:
+                ends = [[step.median - step.low], [step.high - step.median]]
+                axes.errorbar(step.median, place, xerr=ends, fmt="o", capsize=3, color=COLOURS[0])
+        names = [f"{row.panel}: {row.arm}" + (f" / {row.over}" if row.over else "") for row in self.rows]
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        if self.times:
+            axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.set_xlabel(self.axis)
+        save(figure, path)
+
 
 def _repeat(step: Callable[[], object], calls: int) -> None:
     for _ in range(calls):
         step()
-
-
-def draw(result: BenchResult, path: Path) -> None:
-    """Write a PNG: one mark an arm, its time ratio with the interval, or MiB saved for backward."""
-    figure, axes = new_figure(8, 1 + 0.3 * len(result.rows))
-    for place, row in enumerate(result.rows):
-        step = row.step
-        if step is None:
-            axes.plot(row.figures["saved_bytes"] / 2**20, place, "o", color=COLOURS[0])
-        else:
-            ends = [[step.median - step.low], [step.high - step.median]]
-            axes.errorbar(step.median, place, xerr=ends, fmt="o", capsize=3, color=COLOURS[0])
-    names = [f"{row.panel}: {row.arm}" + (f" / {row.over}" if row.over else "") for row in result.rows]
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    if result.times:
-        axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_xlabel(result.axis)
-    save(figure, path)
 
 
 def describe_machine(device: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ cuda: seconds between two events on the current CUDA stream."""
 Mode = Literal["eager", "compiled", "graphs"]
 Operator = Literal["noble", "sine", "rational", "gated"]
 Kernels = Literal["cosnet", "rational", "sine"]
+Parts = Literal["step-512", "step-256", "step-128", "call-64", "call-256", "decode-512", "rational", "adapters-512"]
 RIVALS = ("noble-formula", "noble-official")
 """NOBLE computed otherwise, see `rivals`."""
 _OF_NOBLE = ("activation", "depth", "fusion", "share_down", "fuse_shared_inputs")
@@ -26,6 +27,29 @@ class KernelBenchConfig:
     """cosnet, rational, sine."""
     capability: Literal[80, 86, 89, 90] = 90
     """Compute capability times 10: 80 (A100), 86, 89 or 90 (H100, H200)."""
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllBenchConfig:
+    """Settings of `nlr bench all`, of which those that other benchmarks have too mean the same."""
+
+    parts: tuple[Parts, ...] = get_args(Parts)
+    """Those that are measured, see `nlr_lab.bench.all`."""
+    rounds: int = 30
+    """Timed steps of each arm."""
+    warmup: int = 4
+    """Untimed steps of each arm; the first compiles."""
+    clock: Clock = "process"
+    """process: CPU seconds. wall: seconds passed. cuda: CUDA events."""
+    threads: int | None = 1
+    """CPU threads; None leaves torch's number."""
+    device: str = "cpu"
+    """cpu, cuda, or empty for the GPU if there is one."""
+    tiny: bool = False
+    """Toy sizes, whose times say nothing."""
 
     def __post_init__(self) -> None:
         _check(self)

@@ -12,6 +12,7 @@ from .checkpoint import check_parent
 from .options import parse
 
 BENCHES = {
+    "all": "What docs/performance.md states: each time beside the least it could be, in some minutes.",
     "step": "Step time of a method over its baseline, interleaved, beside the ratio of FLOPs.",
     "memory": "Bytes saved for backward and peak memory of a training step, beside the baseline's.",
     "op": "Time and memory of single operators against their plain formulas, LoRA, DoRA, PEANuT, GELU, SwiGLU and KAT.",
@@ -59,6 +60,4 @@ def run_bench(arguments: list[str]) -> None:
     if options.output is not None:
         Path(options.output).write_text(result.to_json() + "\n", encoding="utf-8")
     if options.picture is not None:
-        from nlr_lab.bench.result import draw
-
-        draw(result, Path(options.picture))
+        result.draw(Path(options.picture))

@@ -14,7 +14,7 @@ import nonlinear_lowrank as nlr
 from nlr_lab.bench.arms import METHODS, BenchArm, bench_arms, make_model
 from nlr_lab.bench.decode import bench_decode, make_decoder
 from nlr_lab.bench.op import bench_op, kat_rational, op_arms
-from nlr_lab.bench.result import BenchResult, draw
+from nlr_lab.bench.result import BenchResult
 from nlr_lab.bench.settings import RIVALS, DecodeBenchConfig, OpBenchConfig, TrainBenchConfig
 from nlr_lab.bench.timing import paired_ratio
 from nlr_lab.bench.training import Stepper, bench_memory, bench_step, peak_bytes
@@ -175,7 +175,7 @@ def test_memory_agrees_with_counts_by_hand(mode, tmp_path):
     assert weights <= rows["baseline"]["weights_bytes"] <= weights + 1024  # buffers
     assert json.loads(result.to_json())["rows"][0]["arm"] == "baseline"
     assert len(lines) == len(rows)
-    draw(result, tmp_path / "memory.png")
+    result.draw(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -224,7 +224,7 @@ def test_op_reports_what_was_timed(tmp_path):
         if row.arm.startswith(("plain", "official", "KAT")):
             assert row.figures["saved_bytes"] > row.figures["saved_by_over_bytes"]
     assert lines
-    draw(result, tmp_path / "op.png")
+    result.draw(tmp_path / "op.png")
     assert (tmp_path / "op.png").read_bytes()[:4] == b"\x89PNG"
 
 
