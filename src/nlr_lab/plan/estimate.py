@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from nlr_lab.runtime.tables import number_table, render_table
 from nonlinear_lowrank.analysis.cost import LayerCost, model_cost
@@ -34,6 +34,7 @@ ASSUMPTIONS = (
     "FSDP2 gathers one block at a time, and the next while that one computes; once forward, once backward",
     "1 GiB a GPU for the runtime, and the loss's share of the activations once more for their gradients",
     "sequences of full length; data and checkpoints cost no time; forming sine weights is not in the FLOPs",
+    "while a checkpoint is written, a node's own memory holds a copy of it, beside what data and processes take there",
 )
 
 
@@ -123,6 +124,8 @@ class ArmCost:
     optimizer_bytes: int
     copy_bytes: int
     """Bytes of the linears' weights in 16 bits, which autocast makes."""
+    saved_bytes: int
+    """Bytes of a checkpoint's weights and buffers: those of frozen weights are not in it."""
     block_parameters: int
     """Parameters of the largest block."""
     outside_parameters: int
@@ -146,6 +149,8 @@ class Layout:
     recompute: bool
     memory: dict[str, float]
     """Bytes on each GPU, by what they are."""
+    host: float
+    """Bytes in the memory of the first node, of the copies that its processes hold while a checkpoint is written."""
     fits: bool
     moved: float
     """Bytes that each GPU sends in a step."""
@@ -210,6 +215,7 @@ def arm_cost(model: nn.Module, name: str, sequence_length: int, *, bf16: bool = 
         gradient_bytes=sum(each.nbytes for each in trained.values()),
         optimizer_bytes=state,
         copy_bytes=2 * sum(weight.numel() for weight in wide) if bf16 else 0,
+        saved_bytes=sum(each.nbytes for each in (*trained.values(), *_saved_buffers(model))),
         block_parameters=max(blocks.values(), default=0),
         outside_parameters=outside,
         activations=_activations(model, one.rows, two.rows, one.sequence_length),
@@ -250,6 +256,9 @@ def lay_out(cost: ArmCost, config: PlanConfig, *, sharding: int, micro_batch: in
         "copies and buffers": buffers,
         "runtime and loss": _RUNTIME + loss[0] + loss[1] * micro_batch,
     }
+    # As `training.checkpoints` copies: of weights that are not sharded rank 0 alone, of the optimizer each its part.
+    beside = min(config.gpus, config.hardware.node)
+    weights = cost.saved_bytes * (beside / config.gpus if sharding > 1 else 1)
     moved, communication = _traffic(cost, config, sharding, accumulation, width)
     flops = cost.training_flops + (cost.forward_flops if recompute else 0)
     compute = flops * cost.tokens * own / (config.hardware.rate(config.bf16) * config.utilization)
@@ -262,6 +271,7 @@ def lay_out(cost: ArmCost, config: PlanConfig, *, sharding: int, micro_batch: in
         accumulation=accumulation,
         recompute=recompute,
         memory=memory,
+        host=weights + beside * cost.optimizer_bytes / sharding,
         fits=sum(memory.values()) <= config.room,
         moved=moved,
         compute_seconds=compute,
@@ -321,6 +331,16 @@ def _activations(model: nn.Module, one: Sequence[LayerCost], two: Sequence[Layer
     return Activations(blocks=tuple(lines.values()), outside=outside, loss=loss, stream=stream)
 
 
+def _saved_buffers(model: nn.Module) -> list[Tensor]:
+    """Return the buffers that are in `state_dict()`, each once."""
+    found = {}
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[id(buffer)] = buffer
+    return list(found.values())
+
+
 def _block(name: str) -> str:
     """Return the block of a stack that a module or parameter is in, by its name up to its first number; "": in none."""
     match = re.match(r"((?:[^.]+\.)*?\d+)(\.|$)", name)
@@ -368,6 +388,7 @@ def _cells(plan: Layout, first: Layout) -> dict[str, str]:
         "FLOPs a token, training": f"{plan.cost.training_flops:,}",
         **{f"{part}, GiB a GPU": _gib(nbytes) for part, nbytes in plan.memory.items()},
         "in all, GiB a GPU": _gib(plan.total),
+        "copy for a checkpoint, GiB of a node's memory": _gib(plan.host),
         "copies of the weights": "one a GPU" if plan.sharding == 1 else f"one in {plan.sharding:,} GPUs",
         "sequences at once": f"{plan.micro_batch} x {plan.accumulation}",
         "activations": "recomputed" if plan.recompute else "kept",

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import nonlinear_lowrank as nlr
@@ -14,10 +15,14 @@ from model_helpers import FAMILIES, batch
 from nlr_lab.plan.estimate import GIB, ArmCost, PlanConfig, arm_cost, lay_out, plan_arm
 from nlr_lab.plan.inspect import build_on_meta
 from nlr_lab.plan.presets import HARDWARE, PRESETS
+from nlr_lab.training import run_training
+from nlr_lab.training.checkpoints import copied_optimizer, copied_weights
 from nonlinear_lowrank.analysis.cost import count_parameters
 from nonlinear_lowrank.analysis.saved import saved_bytes
+from nonlinear_lowrank.hub import load_model
 from nonlinear_lowrank.methods.noble import layer as noble_layer
 from nonlinear_lowrank.methods.noble.op import noble_linear_reference
+from training_helpers import FakeText, make_recipe
 
 LENGTH = 24
 
@@ -103,6 +108,55 @@ def test_frozen_weights_need_no_gradients():
     assert 3 * LENGTH * cost.training_flops == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
+RUNS = {
+    "noble": ("noble:rank=4", {}),
+    "muon": ("noble:rank=4", {"optimizer": "muon"}),
+    "bf16": ("sine-lowrank:rank=4,omega=100", {"bf16": True}),
+}
+
+
+@pytest.mark.parametrize(("arm", "settings"), RUNS.values(), ids=RUNS)
+def test_copy_for_a_checkpoint_has_the_bytes_that_a_run_writes(arm, settings, tmp_path):
+    recipe = make_recipe(arm, steps=2, **settings)
+    run_training(recipe, tmp_path, prepared=FakeText(), quiet=True)
+    step = tmp_path / "checkpoints" / "step-000002"
+    written = [each for file in step.rglob("*.safetensors") for each in load_file(file).values()]
+    model = load_model(step)  # with the vocabulary of the data
+    cost = arm_cost(model, arm, LENGTH, muon=recipe.train.optimizer == "muon")
+    plan = lay_out(cost, config(), sharding=1, micro_batch=64, recompute=False)
+    assert plan.host == sum(each.nbytes for each in written)
+    assert plan.host == pytest.approx((2 if "optimizer" in settings else 3) * cost.parameter_bytes, rel=0.2)
+
+
+def with_lora(model):
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+def with_a_frozen_block(model):
+    model.model.layers[0].requires_grad_(False)
+    model.model.register_buffer("mean", torch.zeros(7))
+    model.model.register_buffer("scratch", torch.zeros(7), persistent=False)
+    return model
+
+
+@pytest.mark.filterwarnings(*PEFT_WARNINGS)
+@pytest.mark.parametrize("change", [with_lora, with_a_frozen_block])
+def test_frozen_weights_are_not_copied(change, tmp_path):
+    model = change(FAMILIES["llama"]())
+    optimizer = torch.optim.AdamW(nlr.param_groups(model, 1e-3, 0.01, verbose=False))
+    model(**inputs_of(model, 2))["loss"].backward()
+    optimizer.step()
+    weights = copied_weights(tmp_path, model, rank=0, processes=1)
+    state, _ = copied_optimizer(model, optimizer)
+    copies = [each for tensors in (*weights.values(), state) for each in tensors.values()]
+    cost = arm_cost(getattr(model, "get_base_model", lambda: model)(), "some", LENGTH, bf16=False)
+    plan = lay_out(cost, config(), sharding=1, micro_batch=64, recompute=False)
+    assert plan.host == sum(each.nbytes for each in copies)
+    assert plan.host < 3 * cost.parameter_bytes * 0.9
+
+
 def test_muon_state_is_one_moment_a_matrix():
     model = make("glm", nlr.NobleConfig(rank=8))
     optimizer = nlr.MuonAdamW(nlr.param_groups(model, 1e-3, 0.01, muon=True, verbose=False))
@@ -139,6 +193,7 @@ def test_ddp_agrees_with_counts_by_hand(seven):
     assert plan.memory["optimizer"] == pytest.approx(8 * parameters, rel=1e-4)
     linears = parameters - 8000 * 1024 - (2 * 2 + 1) * 1024  # less embedding and norms
     assert plan.memory["copies and buffers"] == 2 * linears + 4 * parameters
+    assert plan.host == 4 * parameters + 8 * seven.optimizer_bytes  # every process holds all of the optimizer's state
     assert plan.moved == pytest.approx(2 * 7 / 8 * 4 * parameters)
     assert plan.communication_seconds == pytest.approx(plan.moved / 450e9)
     assert plan.accumulation == 2
@@ -155,6 +210,8 @@ def test_fsdp_agrees_with_counts_by_hand(seven):
     assert plan.moved == pytest.approx(gathered + summed)
     # Four copies over two nodes: a ring goes through two GPUs of each node, and has two of its adapters.
     assert plan.communication_seconds == pytest.approx(gathered / 450e9 + summed / 100e9)
+    # Two of four copies are in a node: so is half of the weights, once, and the optimizer's state twice.
+    assert plan.host == 4 * seven.parameters / 2 + 2 * seven.optimizer_bytes
     kept = lay_out(seven, config(gpus=16), sharding=4, micro_batch=2, recompute=False)
     assert plan.memory["activations"] < kept.memory["activations"]
     assert plan.compute_seconds == pytest.approx(4 / 3 * kept.compute_seconds)
