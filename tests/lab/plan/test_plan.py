@@ -22,6 +22,7 @@ from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.hub import load_model
 from nonlinear_lowrank.methods.noble import layer as noble_layer
 from nonlinear_lowrank.methods.noble.op import noble_linear_reference
+from processes_helpers import fsdp_environment, run_processes
 from training_helpers import FakeText, make_recipe
 
 LENGTH = 24
@@ -126,6 +127,49 @@ def test_copy_for_a_checkpoint_has_the_bytes_that_a_run_writes(arm, settings, tm
     plan = lay_out(cost, config(), sharding=1, micro_batch=64, recompute=False)
     assert plan.host == sum(each.nbytes for each in written)
     assert plan.host == pytest.approx((2 if "optimizer" in settings else 3) * cost.parameter_bytes, rel=0.2)
+
+
+PROCESS = """
+import json, os, sys
+import torch
+import processes_helpers
+if os.environ.get("ACCELERATE_USE_FSDP"):
+    processes_helpers.shard_on_cpus()
+from nlr_lab.training import checkpoints, run_training
+from training_helpers import FakeText, make_recipe
+
+held = [0, 0]
+
+def count(place, copy, tensors_of):
+    def copied(*args, **kwargs):
+        copies = copy(*args, **kwargs)
+        own = (each.to_local() if hasattr(each, "to_local") else each for each in tensors_of(copies))
+        held[place] = sum(each.nbytes for each in own)
+        return copies
+    return copied
+
+checkpoints.copied_weights = count(
+    0, checkpoints.copied_weights, lambda share: [each for file in share.values() for each in file.values()])
+checkpoints.copied_optimizer = count(1, checkpoints.copied_optimizer, lambda copies: copies[0].values())
+run_training(make_recipe("noble:rank=4", steps=2), sys.argv[1], prepared=FakeText(), quiet=True)
+with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
+    json.dump(held, file)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", [1, 2], ids=["ddp", "fsdp2"])
+def test_copies_of_two_processes_are_those_of_a_node(sharding, tmp_path, monkeypatch):
+    for name, value in (fsdp_environment("GlmDecoderLayer") if sharding == 2 else {}).items():
+        monkeypatch.setenv(name, value)
+    run_processes(PROCESS, tmp_path)
+    held = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    cost = arm_cost(load_model(tmp_path / "checkpoints" / "step-000002"), "noble", LENGTH)
+    plan = lay_out(cost, config(gpus=2), sharding=sharding, micro_batch=32, recompute=False)
+    # Each process has the step number of every tensor.
+    steps = 4 * len(list(load_model(tmp_path / "model").parameters())) if sharding == 2 else 0
+    assert plan.host + steps == sum(held[0]) + sum(held[1])
+    assert (held[1][0] == 0) == (sharding == 1)
 
 
 def with_lora(model):
