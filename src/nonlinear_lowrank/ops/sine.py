@@ -33,6 +33,7 @@ from torch import Tensor
 
 from .derivatives import differentiated, formula_gradients, transformed
 from .kernels import as_one_op, custom_op, fake_gradients, filled, kernels, reshaped
+from .native import native
 from .precision import autocast_input, formula_product, no_autocast, product, wide_dtype
 
 Weight = Tensor | Callable[[], Tensor] | None
@@ -250,7 +251,7 @@ class Delta:
         if factors.magnitude is not None:
             assert weight is not None
             self.weight, self.dim = weight, 0 if transposed else 1
-            self.direction = self.phase.sin().mul_(self.amplitude).add_(weight)
+            self.direction = _scaled_sine(self.phase, self.amplitude, weight, keep=True)
             self.norm = torch.linalg.vector_norm(self.direction, dim=self.dim)
             # a row of zeros (a padding token's, a pruned one) has no direction and stays as it is
             self.ratio = torch.where(self.norm > 0, factors.magnitude.to(self.norm.dtype) / self.norm, 1.0)
@@ -261,15 +262,25 @@ class Delta:
 
     def value(self, *, keep_phase: bool = False) -> Tensor:
         """Return the delta, a new tensor; it takes the phase's memory unless that is still needed."""
-        sine = (self.phase.sin() if keep_phase else self.phase.sin_()).mul_(self.amplitude)
+        sine = _scaled_sine(self.phase, self.amplitude, None, keep=keep_phase)
         if not self.dora:
             return sine
         # ratio * (W + D') - W, written so that ratio = 1 and D' = 0 give an exact 0
         return sine.mul_(self.rows(self.ratio)).add_(self.weight * self.rows(self.ratio - 1))
 
+    def added(self, total: Tensor | None, base: Tensor | None, *, keep_phase: bool = False) -> Tensor:
+        """Return `added` of this delta, in one pass where it is the first."""
+        if total is None and not self.dora:
+            return _scaled_sine(self.phase, self.amplitude, base, keep=keep_phase)
+        return added(total, self.value(keep_phase=keep_phase), base)
+
     def factor_gradients(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Return those of up and down, by the gradient of the weight; overwrites the phase."""
-        dphase = self.phase.cos_().mul_(gradient)
+        if (fast := _native(self.phase, gradient)) is not None:
+            fast.sine_slope(self.phase, gradient)
+            dphase = self.phase
+        else:
+            dphase = self.phase.cos_().mul_(gradient)
         if self.dora:
             dphase.mul_(self.rows(self.ratio))
         if self.transposed:
@@ -298,6 +309,22 @@ def added(total: Tensor | None, value: Tensor, base: Tensor | None) -> Tensor:
     return value if base is None else value.add_(base)
 
 
+def _native(*tensors: Tensor | None) -> Any:
+    """Return the C++ operators where these tensors are theirs to read."""
+    return native(*tensors) if all(each is None or each.is_contiguous() for each in tensors) else None
+
+
+def _scaled_sine(phase: Tensor, amplitude: float, base: Tensor | None, *, keep: bool) -> Tensor:
+    """Return amplitude * sin(phase), plus base, in the phase's memory unless that is kept."""
+    if (fast := _native(phase)) is not None:  # whatever the base is, so that the sine always has the same bits
+        sine = torch.empty_like(phase) if keep else phase
+        together = base if base is None or _native(base) is not None else None
+        fast.sine_value(phase, amplitude, together, sine)
+        return sine if base is together else sine.add_(base)  # type: ignore[arg-type]
+    sine = (phase.sin() if keep else phase.sin_()).mul_(amplitude)
+    return sine if base is None else sine.add_(base)
+
+
 def delta_gradients(
     deltas: Iterable[Delta], gradient: Tensor, base: Tensor | None, wanted: Sequence[bool], *, value: bool
 ) -> tuple[list[Tensor | None], Tensor, Tensor | None]:
@@ -311,7 +338,7 @@ def delta_gradients(
     for delta, up_wanted, down_wanted, magnitude_wanted in rows:
         dup = ddown = dmagnitude = None
         if value:
-            total = added(total, delta.value(keep_phase=up_wanted or down_wanted), base)
+            total = delta.added(total, base, keep_phase=up_wanted or down_wanted)
         if magnitude_wanted:
             dmagnitude = delta.magnitude_gradient(gradient)
         if delta.dora:
@@ -395,7 +422,7 @@ def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, flat: Any, s
             total, dtype = None, compute_type(matrix, factors)
             for each in factors:
                 delta = Delta(matrix, each, transposed=layout.transposed, dtype=dtype)
-                total = added(total, delta.value(), matrix if layout.base else None)
+                total = delta.added(total, matrix if layout.base else None)
             assert total is not None
             total = _rounded(total, weight, x, layout)
         if layout.stride:

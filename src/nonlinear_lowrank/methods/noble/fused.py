@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nonlinear_lowrank.methods.matrix import replace_modules
+from nonlinear_lowrank.ops.native import native
 
 from .inputs import HandOff, input_groups
 from .layer import NobleConv1D, NobleLinear
@@ -27,8 +28,9 @@ class FusedNoble(nn.Module):
     """The tensors of a group and its product; its `FusedNobleLinear` stand where the layers stood.
 
     Buffers, for n layers of rank r: fused_weight (d_out_1 + ... + n r, d_in) and fused_bias; for each further
-    activation k mix{k} (n, r, r) and phase{k} (n, 1, r); for each layer i, counted from 0, up{i} (r, d_out_i),
-    up_bias{i} (d_out_i) and gate{i} (1). Mixes and up projections are transposed; what a layer does not have is None.
+    activation k mix{k} (n, r, r) and phase{k} (n, 1, r); for each layer i, counted from 0, up{i} (r, d_out_i), and of
+    a gated one up_bias{i} (d_out_i) and gate{i} (1). Mixes and up projections are transposed; what a layer does not
+    have is None.
 
     Args:
         layers: NOBLE layers of one input width, rank, activation and depth; their tensors are taken over.
@@ -39,8 +41,11 @@ class FusedNoble(nn.Module):
         first = layers[0]
         self.rank, self.scale, self.depth = first.noble_rank, first.noble_config.scale, first.noble_config.depth
         self.activation = activation_function(first.noble_config.activation)
+        self.cosine = first.noble_config.activation == "cosine" and first.noble_config.fusion == "add"
         self.widths = [layer.noble_shape[1] for layer in layers]
         self.hand_off = HandOff(len(layers))
+        kinds = [("mix", range(1, self.depth)), ("phase", range(1, self.depth)), ("up", range(len(layers)))]
+        self.names = [[f"{kind}{k}" for k in numbers] for kind, numbers in kinds]
         with torch.no_grad():
             self._register(layers)
 
@@ -53,8 +58,11 @@ class FusedNoble(nn.Module):
         if cosine:
             downs = [_scaled(down, branch.frequencies[0]) for down, branch in zip(downs, branches, strict=True)]
             firsts = [branch.phases[0].to(dtype) for branch in branches]
-        biases = [zeros(layer.noble_shape[1]) if layer.bias is None else layer.bias for layer in layers]
-        has_bias = cosine or any(layer.bias is not None for layer in layers)
+        given = [layer.whole_bias() if layer.noble_fusion is None else layer.bias for layer in layers]
+        biases = [
+            zeros(layer.noble_shape[1]) if bias is None else bias for layer, bias in zip(layers, given, strict=True)
+        ]
+        has_bias = cosine or any(bias is not None for bias in given)
         self.register_buffer("fused_weight", torch.cat([*dense, *downs]))
         self.register_buffer("fused_bias", torch.cat([*biases, *firsts]) if has_bias else None)
         for k in range(1, self.depth):
@@ -65,7 +73,8 @@ class FusedNoble(nn.Module):
             self.register_buffer(f"mix{k}", torch.stack([mix.t() for mix in mixes]).contiguous())
             self.register_buffer(f"phase{k}", phase)
         for place, layer in enumerate(layers):
-            up_bias, fusion = layer.noble_up_bias, layer.noble_fusion
+            fusion = layer.noble_fusion
+            up_bias = None if fusion is None else layer.noble_up_bias  # else it is in fused_bias
             self.register_buffer(f"up{place}", layer.noble_up.detach().t().contiguous())
             self.register_buffer(f"up_bias{place}", None if up_bias is None else up_bias.detach())
             self.register_buffer(f"gate{place}", None if fusion is None else torch.sigmoid(fusion))
@@ -88,6 +97,11 @@ class FusedNoble(nn.Module):
         """Return y of all layers, views of one product, or of one alone."""
         own: Any = self._buffers  # attributes of modules are slow to read
         weight, bias, n, r = own["fused_weight"], own["fused_bias"], len(self.widths), self.rank
+        plain = alone is None and self.cosine and not torch.compiler.is_compiling()
+        if plain and (fast := native(x, weight)) is not None:
+            mixes, phases, ups = ([own[name] for name in names] for names in self.names)
+            ys: list[Tensor] = fast.noble_decode(x, weight, bias, mixes, phases, ups)
+            return ys if self.scale == 1 else [y * self.scale for y in ys]
         x_TI = x.reshape(-1, x.shape[-1])
         if alone is None:
             places: Sequence[int] = range(n)
@@ -116,11 +130,10 @@ class FusedNoble(nn.Module):
 
     def _join(self, own: Any, place: int, y: Tensor, u: Tensor) -> Tensor:
         up, up_bias, gate = own[f"up{place}"], own[f"up_bias{place}"], own[f"gate{place}"]
-        branch = y.addmm_(u, up) if gate is None else u @ up
-        if up_bias is not None:
-            branch += up_bias
-        if gate is not None:
-            y = gate * y + (1 - gate) * branch
+        if gate is None:
+            y.addmm_(u, up)
+        else:
+            y = gate * y + (1 - gate) * (u @ up if up_bias is None else torch.addmm(up_bias, u, up))
         return y if self.scale == 1 else y * self.scale
 
 
@@ -146,7 +159,7 @@ class FusedNobleLinear(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """The dense bias (out_features), zeros where the layer had none."""
+        """The bias (out_features), the branch's own with it unless gated; zeros where the layer had none."""
         bias: Any = self._group[0].fused_bias
         return None if bias is None else bias[self._group[0].rows(self.place)]
 

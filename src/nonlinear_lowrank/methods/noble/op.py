@@ -11,9 +11,9 @@ The operator, of n linears that read one input:
     dx  = sum_i dy_i W_i + [dh_1 | dh_2 | ...] [D1; D2; ...]    accumulated in place
 
 It saves x and h (tokens x r a branch) for backward: everything else in a branch is r wide and cheap to recompute. On
-NVIDIA GPUs CosNet between its projections is a kernel (`kernel.py`). Under torch.compile the whole forward and the
-whole backward are opaque custom ops: the compiler's partitioner would otherwise decide again what to save, and saves
-more. T tokens; in names of tensors I is d_in, O is d_out, R is r.
+NVIDIA GPUs CosNet between its projections is a kernel (`kernel.py`); float32 on a CPU is C++ (`ops.native`). Under
+torch.compile the whole forward and the whole backward are opaque custom ops: the compiler's partitioner would otherwise
+decide again what to save, and saves more. T tokens; in names of tensors I is d_in, O is d_out, R is r.
 """
 
 import itertools
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from nonlinear_lowrank.ops.derivatives import differentiated, formula_gradients, transformed
 from nonlinear_lowrank.ops.kernels import as_one_op, custom_op, fake_gradients, filled, kernels, processors, reshaped
+from nonlinear_lowrank.ops.native import native
 from nonlinear_lowrank.ops.precision import autocast_dtype
 
 Tensors = Sequence[Tensor | None]
@@ -254,6 +255,9 @@ def _forward(
     x: Any, h: Any, weights: Any, biases: Any, tensors: Any, activation: str, training: bool = False
 ) -> list[Tensor]:
     """Return y (..., d_out) of each linear, then h (T, m r) of the m down projections, empty where it was given."""
+    if (fast := _native(activation, x, h, weights, tensors)) is not None:
+        found: list[Tensor] = fast.noble_forward(x, h, weights, biases, tensors)
+        return found
     branches = _branches(tensors, len(weights), activation)
     downs = _downs(branches)
     x_TI = x.reshape(-1, x.shape[-1])
@@ -284,6 +288,9 @@ def _backward(
     dys: Sequence[Tensor], x: Tensor, h: Tensor, weights: Tensors, tensors: Tensors, activation: str, wanted: list[bool]
 ) -> list[Tensor | None]:
     """Return the gradients of x, h, weights, biases (None where `wanted` says no), and of the branches' tensors."""
+    if (fast := _native(activation, x, h, weights, tensors)) is not None:
+        found: list[Tensor | None] = fast.noble_backward(dys, x, h, weights, tensors, wanted)
+        return found
     n = len(weights)
     branches = _branches(tensors, n, activation)
     downs = _downs(branches)
@@ -373,6 +380,11 @@ def _bottleneck_backward(h_TR: Tensor, du_TR: Tensor, branch: Branch) -> tuple[T
             dmixes.insert(0, du.t() @ outputs[layer - 1])
             du = du @ branch.mixes[layer - 1]
     return outputs[-1], du, [*dmixes, *dfrequencies, *dphases]
+
+
+def _native(activation: str, x: Tensor, h: Tensor | None, weights: Tensors, tensors: Tensors) -> Any:
+    """Return the C++ operators where these tensors are theirs to read."""
+    return native(x, h, *weights, *tensors) if activation == "cosine" and not JOIN_UP else None
 
 
 def _kernel(x: Tensor, rank: int, branch: Branch, *down: Tensor) -> ModuleType | None:

@@ -18,8 +18,9 @@ formulas are in `reference`; all are those where `ops.derivatives` says.
 
 Under torch.compile all are plain tensor code with a hand-written backward, which Inductor fuses into one pass each way.
 Rows of x are (tokens * G, C / G) there: one loop nest for dx and the coefficients' sums (measured: half the time of
-sums over a (tokens, G, C / G) view). In eager mode the same code runs over pieces that stay in cache. On NVIDIA GPUs
-R(x) and R(gate) * up are the kernels of `kernel`, under torch.compile as opaque ops.
+sums over a (tokens, G, C / G) view). In eager mode the same code runs over pieces that stay in cache, float32 on
+a CPU, with the papers' degrees 5 and 4, as C++ (`ops.native`). On NVIDIA GPUs R(x) and R(gate) * up are the kernels of
+`kernel`, under torch.compile as opaque ops.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from torch import Tensor
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.ops.derivatives import differentiated, formula_gradients, transformed
 from nonlinear_lowrank.ops.kernels import custom_op, fake_gradients, filled, kernels, reshaped
+from nonlinear_lowrank.ops.native import native
 from nonlinear_lowrank.ops.precision import wide_dtype
 from nonlinear_lowrank.validation import check_choice
 
@@ -191,6 +193,10 @@ def _value(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
         moved = ratio.behind_batch
         own = activation(x.movedim(-1, 1) if moved else x, ratio.formula)
         own = own.movedim(1, -1) if moved else own
+    if (cpu := _native(ratio, x, up)) is not None:
+        rows = [None if each is None else _plain_rows(each, x.shape[-1]) for each in (x, up, own)]
+        value = cpu.rational_forward(*rows[:2], *_coefficients(ratio), ratio.limits, rows[2], *_base(ratio))
+        return reshaped(value, x.shape)
     plain = _in_pieces(_forward, x, ratio, own)[0]
     assert plain is not None
     return plain if up is None else plain * up
@@ -208,6 +214,14 @@ def _gradients(dy: Tensor, x: Tensor, up: Tensor | None, ratio: Ratio, wanted: S
         found = *found[:3], _signed(found[3], ratio)
         like = zip(found, wanted, (x, up, ratio.numerator, ratio.denominator), strict=True)
         return [each.to(own.dtype).view(own.shape) if want and own is not None else None for each, want, own in like]
+    if (cpu := _native(ratio, x, up, dy)) is not None:
+        rows = [None if each is None else _plain_rows(each, x.shape[-1]) for each in (dy, x, up)]
+        dx, dup, da, db = cpu.rational_backward(*rows, *_coefficients(ratio), ratio.limits, *_base(ratio))
+        dx = dx.view(x.shape)
+        if ratio.formula is not None and wanted[0]:
+            dx.addcmul_(dy, activation_slope(x, ratio.formula))
+        found = dx, None if dup is None else dup.view(x.shape), da, _signed(db, ratio)
+        return [each if want else None for each, want in zip(found, wanted, strict=True)]
     dup = dy * _value(x, None, ratio) if wanted[1] else None
     mine = [wanted[0], *wanted[2:]]
     if not any(mine):
@@ -231,6 +245,26 @@ def _kernel(ratio: Ratio, x: Tensor, *others: Tensor | None) -> ModuleType | Non
     given = [each for each in others if each is not None]
     same = all(each.dtype == x.dtype for each in given)
     return kernels("rational", x, *given, ratio.numerator, ratio.denominator) if same else None
+
+
+def _native(ratio: Ratio, *tensors: Tensor | None) -> Any:
+    """Return the C++ operators where these tensors, and this many coefficients, are theirs to read."""
+    sizes = 4 if ratio.form == "sum_of_abs" else 5
+    if torch.compiler.is_compiling() or (ratio.numerator.shape[1], ratio.denominator.shape[1]) != (6, sizes):
+        return None
+    return native(*tensors, *ratio[:2], *ratio[4:6])
+
+
+def _plain_rows(tensor: Tensor, channels: int) -> Tensor:
+    rows = tensor.reshape(-1, channels)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _base(ratio: Ratio) -> tuple[Tensor | None, Tensor | None]:
+    """Return `_coefficients` of the base."""
+    if ratio.base_numerator is None or ratio.base_denominator is None:
+        return None, None
+    return _coefficients(Ratio(ratio.base_numerator, ratio.base_denominator, ratio.form, None))
 
 
 def _coefficients(ratio: Ratio) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,6 @@ from nonlinear_lowrank.ops.precision import autocast_input, no_autocast, product
 from nonlinear_lowrank.ops.sine import (
     Delta,
     SineFactors,
-    added,
     compute_type,
     delta_gradients,
     flatten,
@@ -241,7 +240,7 @@ def _rows_forward(indices: Tensor, weight: Tensor, flat: Any, settings: Any, bas
         weight_rows = F.embedding(rows, weight)  # raises on indices out of range, as nn.Embedding does
         total: Tensor | None = None
         for delta in _row_deltas(rows, weight, weight_rows, factors):
-            total = added(total, delta.value(), weight_rows if base else None)
+            total = delta.added(total, weight_rows if base else None)
         assert total is not None
         return reshaped(total.to(weight.dtype), (*indices.shape, weight.shape[1]))
 

@@ -1,0 +1,575 @@
+// Operators for float32 on a CPU, built by native.py on first use. Each is the Python of the file named above it, with
+// fewer passes over memory and fewer calls; that Python is what runs where this cannot be built, and what tests hold it
+// to. Sums over tokens are taken in pieces of a fixed size, so that they do not depend on the number of threads.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_unsafe_view.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/stable/c/shim.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+using at::Tensor;
+using Tensors = std::vector<Tensor>;
+using Optional = std::optional<Tensor>;
+using Optionals = c10::List<Optional>;
+
+namespace {
+
+constexpr int64_t kPiece = 1 << 14;  // numbers that a thread takes at once
+
+template <class F>
+void parallel(int64_t count, int64_t grain, const F& body) {
+  auto call = [](int64_t begin, int64_t end, void* context) { (*static_cast<const F*>(context))(begin, end); };
+  if (count <= grain) return body(0, count);
+  TORCH_CHECK(torch_parallel_for(0, count, grain, call, const_cast<F*>(&body)) == 0);
+}
+
+// Sine and cosine by one reduction modulo pi / 2 in three parts, and minimax polynomials on [-pi / 4, pi / 4]: within
+// 1.5 ulp. kFar is where the rounding below ends to be exact; beyond it, and for what is not finite, double precision.
+constexpr float kFar = 1e5f;
+
+inline void near_sine_cosine(float x, float& to_sine, float& to_cosine) {
+  const float shifted = __builtin_fmaf(x, 0.636619772f, 12582912.f);  // adding 1.5 * 2^23 rounds to an integer
+  const float quarters = shifted - 12582912.f;
+  int32_t bits;
+  std::memcpy(&bits, &shifted, 4);
+  float r = __builtin_fmaf(quarters, -1.57079637f, x);
+  r = __builtin_fmaf(quarters, 4.37113883e-8f, r);
+  r = __builtin_fmaf(quarters, 1.71512494e-15f, r);
+  const float s = r * r;
+  float sine = __builtin_fmaf(s, 2.71831149e-6f, -1.98393348e-4f);
+  sine = __builtin_fmaf(sine, s, 8.33332939e-3f);
+  sine = __builtin_fmaf(sine, s, -1.66666666e-1f);
+  sine = __builtin_fmaf(sine * s, r, r);
+  float cosine = __builtin_fmaf(s, 2.43904488e-5f, -1.38867638e-3f);
+  cosine = __builtin_fmaf(cosine, s, 4.16666233e-2f);
+  cosine = __builtin_fmaf(cosine, s, -0.499999997f);
+  cosine = __builtin_fmaf(cosine, s, 1.f);
+  const bool odd = bits & 1;
+  const float first = odd ? cosine : sine, second = odd ? sine : cosine;
+  to_sine = bits & 2 ? -first : first;
+  to_cosine = (bits + 1) & 2 ? -second : second;
+}
+
+// Numbers that a loop takes at once: few enough to stay in registers and the nearest cache.
+constexpr int64_t kBlock = 64;
+using Block = float[kBlock];
+
+inline void sine_cosine(const Block& x, Block& sine, Block& cosine) {
+  int32_t far = 0;
+  for (int64_t i = 0; i < kBlock; ++i) far |= !(std::fabs(x[i]) < kFar);
+  if (far) {
+    for (int64_t i = 0; i < kBlock; ++i) {
+      sine[i] = static_cast<float>(std::sin(static_cast<double>(x[i])));
+      cosine[i] = static_cast<float>(std::cos(static_cast<double>(x[i])));
+    }
+  } else {
+    for (int64_t i = 0; i < kBlock; ++i) near_sine_cosine(x[i], sine[i], cosine[i]);
+  }
+}
+
+// Blocks of numbers at `from`, filled with zeros, and back.
+inline void load(const float* from, int64_t n, Block& to) {
+  if (n < kBlock) std::fill(to + n, to + kBlock, 0.f);
+  std::copy_n(from, n, to);
+}
+
+const float* read(const Tensor& tensor) { return tensor.const_data_ptr<float>(); }
+float* written(const Tensor& tensor) { return tensor.mutable_data_ptr<float>(); }
+int64_t step(int64_t width) { return std::max<int64_t>(1, kPiece / width); }
+Tensor rows_of(const Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); }
+
+// methods/noble/op.py
+
+struct Branch {
+  Tensor down, up;
+  Tensors mixes, frequencies, phases;
+};
+
+std::vector<Branch> branches_of(const Optionals& tensors, int64_t n) {
+  const int64_t size = tensors.size() / n, depth = (size - 1) / 3;
+  std::vector<Branch> found(n);
+  auto at = tensors.begin();
+  for (auto& branch : found) {
+    const Optional down = *at++;
+    if (down.has_value()) branch.down = *down;
+    const Optional up = *at++;
+    branch.up = *up;
+    for (auto [list, count] : {std::pair{&branch.mixes, depth - 1}, {&branch.frequencies, depth}, {&branch.phases, depth}})
+      for (int64_t k = 0; k < count; ++k) list->push_back(**(std::optional<Optional>(*at++)));
+  }
+  return found;
+}
+
+// u = cos(f z + p), row by row; where a sine is wanted, that too.
+void activate(const Tensor& z, const Tensor& frequency, const Tensor& phase, const Tensor& u, const Tensor* sine) {
+  const int64_t tokens = z.size(0), r = z.size(1), stride = z.stride(0);
+  const float *from = read(z), *f = read(frequency), *p = read(phase);
+  float *to = written(u), *to_sine = sine ? written(*sine) : nullptr;
+  parallel(tokens, step(r), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      for (int64_t start = 0; start < r; start += kBlock) {
+        const int64_t n = std::min(kBlock, r - start), at = t * r + start;
+        Block row, factor, argument, s, c;
+        load(from + t * stride + start, n, row);
+        load(f + start, n, factor);
+        load(p + start, n, argument);
+        for (int64_t i = 0; i < kBlock; ++i) argument[i] = __builtin_fmaf(row[i], factor[i], argument[i]);
+        sine_cosine(argument, s, c);
+        std::copy_n(c, n, to + at);
+        if (to_sine) std::copy_n(s, n, to_sine + at);
+      }
+    }
+  });
+}
+
+// du becomes dz; returns the gradients of frequency and phase.
+std::pair<Tensor, Tensor> activate_backward(
+    const Tensor& z, const Tensor& sine, const Tensor& frequency, const Tensor& du) {
+  const int64_t tokens = z.size(0), r = z.size(1), stride = z.stride(0);
+  const int64_t rows = step(r), pieces = (tokens + rows - 1) / rows;
+  const Tensor partial = at::empty({pieces, 2, r}, z.options());
+  const float *from = read(z), *s = read(sine), *f = read(frequency);
+  float *d = written(du), *sums = written(partial);
+  parallel(pieces, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t piece = begin; piece < end; ++piece) {
+      float *df = sums + piece * 2 * r, *dp = df + r;
+      std::fill(df, df + 2 * r, 0.f);
+      for (int64_t t = piece * rows; t < std::min(tokens, (piece + 1) * rows); ++t) {
+        const float *row = from + t * stride, *row_s = s + t * r;
+        float* row_d = d + t * r;
+#pragma GCC ivdep
+        for (int64_t i = 0; i < r; ++i) {
+          const float dargument = -row_s[i] * row_d[i];
+          dp[i] += dargument;
+          df[i] = __builtin_fmaf(dargument, row[i], df[i]);
+          row_d[i] = dargument * f[i];
+        }
+      }
+    }
+  });
+  const Tensor total = pieces == 1 ? partial[0] : partial.sum(0);
+  return {total[0], total[1]};
+}
+
+Tensors parted(const Tensor& h, bool own, int64_t n) { return own && n > 1 ? h.chunk(n, 1) : Tensors(n, h); }
+
+Tensor joined(const std::vector<Branch>& branches) {
+  Tensors downs;
+  for (const auto& branch : branches)
+    if (branch.down.defined()) downs.push_back(branch.down);
+  return downs.empty() ? Tensor() : downs.size() == 1 ? downs[0] : at::cat(downs);
+}
+
+Tensors noble_forward(
+    const Tensor& x, const Optional& h, const Optionals& weights, const Optionals& biases, const Optionals& tensors) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  const int64_t n = weights.size();
+  const auto branches = branches_of(tensors, n);
+  const bool own = n > 1 && branches[1].down.defined();
+  const Tensor x2 = rows_of(x), h2 = h.has_value() ? rows_of(*h) : at::mm(x2, joined(branches).t());
+  const Tensors parts = parted(h2, own, n);
+  auto shape = x.sizes().vec();
+  Tensors outputs;
+  for (int64_t i = 0; i < n; ++i) {
+    const Branch& branch = branches[i];
+    Tensor u = parts[i];
+    for (size_t k = 0; k < branch.phases.size(); ++k) {
+      if (k > 0) u = at::mm(u, branch.mixes[k - 1].t());
+      const Tensor out = k > 0 ? u : at::empty(u.sizes(), u.options());
+      activate(u, branch.frequencies[k], branch.phases[k], out, nullptr);
+      u = out;
+    }
+    const Optional weight = weights.get(i), bias = biases.get(i);
+    Tensor y = weight.has_value() ? at::linear(x2, *weight, bias).addmm_(u, branch.up.t()) : at::mm(u, branch.up.t());
+    shape.back() = branch.up.size(0);
+    outputs.push_back(x.dim() == 2 ? y : at::_unsafe_view(y, shape));
+  }
+  outputs.push_back(h.has_value() ? at::empty({0}, x.options()) : h2);
+  return outputs;
+}
+
+Tensors noble_backward(
+    const Tensors& dys, const Tensor& x, const Tensor& h, const Optionals& weights, const Optionals& tensors,
+    const c10::List<bool>& wanted) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  const int64_t n = weights.size(), size = tensors.size() / n;
+  const auto branches = branches_of(tensors, n);
+  const bool own = n > 1 && branches[1].down.defined();
+  const Tensor x2 = rows_of(x), h2 = rows_of(h);
+  const Tensors parts = parted(h2, own, n);
+  Tensors found(2 + 2 * n + n * size), dhs;
+  Tensor dx;
+  auto add_to_dx = [&](const Tensor& left, const Tensor& right) {
+    dx = dx.defined() ? dx.addmm_(left, right) : at::mm(left, right);
+  };
+  for (int64_t i = 0; i < n; ++i) {
+    const Branch& branch = branches[i];
+    const int64_t depth = branch.phases.size();
+    Tensor* const gradients = &found[2 + 2 * n + i * size];
+    const Tensor dy = rows_of(dys[i]);
+    Tensors inputs, sines, outputs;
+    Tensor z = parts[i];
+    for (int64_t k = 0; k < depth; ++k) {
+      if (k > 0) z = at::mm(outputs.back(), branch.mixes[k - 1].t());
+      inputs.push_back(z);
+      outputs.push_back(at::empty(z.sizes(), z.options()));
+      sines.push_back(at::empty(z.sizes(), z.options()));
+      activate(z, branch.frequencies[k], branch.phases[k], outputs.back(), &sines.back());
+    }
+    Tensor du = at::mm(dy, branch.up);
+    gradients[1] = at::mm(dy.t(), outputs.back());
+    for (int64_t k = depth - 1; k >= 0; --k) {
+      std::tie(gradients[1 + depth + k], gradients[1 + 2 * depth + k]) =
+          activate_backward(inputs[k], sines[k], branch.frequencies[k], du);
+      if (k > 0) {
+        gradients[1 + k] = at::mm(du.t(), outputs[k - 1]);
+        du = at::mm(du, branch.mixes[k - 1]);
+      }
+    }
+    dhs.push_back(du);
+    const Optional weight = weights.get(i);
+    if (wanted.get(0) && weight.has_value()) add_to_dx(dy, *weight);
+    if (wanted.get(2 + i)) found[2 + i] = at::mm(dy.t(), x2);
+    if (wanted.get(2 + n + i)) found[2 + n + i] = dy.sum(0);
+  }
+  Tensor dh = own ? at::cat(dhs, 1) : dhs[0];
+  for (int64_t i = 1; !own && i < n; ++i) dh.add_(dhs[i]);
+  if (const Tensor down = joined(branches); down.defined()) {
+    if (wanted.get(0)) add_to_dx(dh, down);
+    const Tensor ddown = at::mm(dh.t(), x2);
+    for (int64_t i = 0; i < (own ? n : 1); ++i)
+      found[2 + 2 * n + i * size] = own ? ddown.chunk(n)[i].clone() : ddown;
+  }
+  if (dx.defined()) found[0] = dx.view(x.sizes());
+  if (wanted.get(1)) found[1] = dh.reshape(h.sizes());
+  return found;
+}
+
+// methods/noble/fused.py: what follows the product z = [dense outputs | branches' arguments] of n layers of one input.
+// Frequencies are in the matrices; mixes are (n, r, r) and ups (r, d_out), both transposed.
+
+void cosines(const float* from, int64_t n, float* to) {
+  for (int64_t start = 0; start < n; start += kBlock) {
+    Block x, s, c;
+    load(from + start, std::min(kBlock, n - start), x);
+    sine_cosine(x, s, c);
+    std::copy_n(c, std::min(kBlock, n - start), to + start);
+  }
+}
+
+void up_rows(const float* u, const float* up, float* y, int64_t r, int64_t width) {
+  for (int64_t k = 0; k < r; ++k) {
+    const float factor = u[k], *row = up + k * width;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < width; ++i) y[i] = __builtin_fmaf(factor, row[i], y[i]);
+  }
+}
+
+Tensors noble_decode(
+    const Tensor& x, const Tensor& weight, const Optional& bias, const Tensors& mixes, const Tensors& phases,
+    const Tensors& ups) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  const Tensor z = at::linear(rows_of(x), weight, bias);
+  const int64_t tokens = z.size(0), total = z.size(1), n = ups.size(), r = ups[0].size(0);
+  const int64_t first = total - n * r;
+  float* const data = written(z);
+  auto shape = x.sizes().vec();
+  Tensors outputs;
+  std::vector<float> buffer(2 * r);
+  for (int64_t i = 0, start = 0; i < n; ++i) {
+    const int64_t width = ups[i].size(1);
+    const Tensor y = z.narrow(1, start, width), arguments = z.narrow(1, first + i * r, r);
+    const bool few = tokens * r * width <= kPiece * 16;
+    for (int64_t t = 0; t < tokens; ++t) {
+      float *u = data + t * total + first + i * r, *next = buffer.data();
+      cosines(u, r, u);
+      for (size_t layer = 0; layer < mixes.size(); ++layer) {
+        std::copy_n(read(phases[layer]) + i * r, r, next);
+        up_rows(u, read(mixes[layer]) + i * r * r, next, r, r);
+        cosines(next, r, u);
+      }
+      if (few) up_rows(u, read(ups[i]), data + t * total + start, r, width);
+    }
+    if (!few) y.addmm_(arguments, ups[i]);
+    shape.back() = width;
+    outputs.push_back(y.view(shape));
+    start += width;
+  }
+  return outputs;
+}
+
+// methods/rational/op.py: numerators of 6 coefficients, denominators of B: 5 ("abs_of_sum") or the sizes of 4
+// ("sum_of_abs"). Sixteen elements at a time, so that all of a group's coefficients and their sums stay in registers.
+
+constexpr int64_t kLanes = 16;
+using Lanes = float __attribute__((vector_size(4 * kLanes)));
+constexpr int kAbove = 6;
+
+Lanes all(float value) { return value - Lanes{}; }
+
+Lanes lanes_at(const float* from, int64_t n) {
+  Lanes found{};
+  n < kLanes ? std::memcpy(&found, from, 4 * n) : std::memcpy(&found, from, 4 * kLanes);
+  return found;
+}
+
+void put(const Lanes& value, float* to, int64_t n) {
+  n < kLanes ? std::memcpy(to, &value, 4 * n) : std::memcpy(to, &value, 4 * kLanes);
+}
+
+// x y + z, rounded once.
+Lanes fma(Lanes x, Lanes y, Lanes z) {
+  for (int64_t i = 0; i < kLanes; ++i) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
+  return z;
+}
+
+template <int kCount>
+void horner(const Lanes* c, Lanes x, Lanes& value, Lanes& slope) {
+  value = c[kCount - 1], slope = Lanes{};
+#pragma GCC unroll 8
+  for (int k = kCount - 2; k >= 0; --k) slope = fma(slope, x, value), value = fma(value, x, c[k]);
+}
+
+// R = p / q, and slopes by x. `variable` is what q's polynomial is in, `sign` dq / d(that polynomial).
+template <int B>
+struct Ratio {
+  Lanes a[kAbove], b[B];
+
+  struct At {
+    Lanes p, q, p_slope, q_slope, variable, sign;
+  };
+
+  Ratio(const Tensor& numerator, const Tensor& denominator, int64_t group) {
+    for (int k = 0; k < kAbove; ++k) a[k] = all(read(numerator)[group * kAbove + k]);
+    for (int k = 0; k < B; ++k) b[k] = all(read(denominator)[group * B + k]);
+  }
+
+  At at(Lanes x) const {
+    At to;
+    Lanes inner, slope;
+    const Lanes one = all(1.f), side = x > 0.f ? one : x < 0.f ? -one : Lanes{};
+    horner<kAbove>(a, x, to.p, to.p_slope);
+    to.variable = B == 4 ? (x < 0.f ? -x : x) : x;
+    horner<B>(b, to.variable, inner, slope);
+    if constexpr (B == 4) {
+      to.q = fma(inner, to.variable, one);
+      to.q_slope = fma(slope, to.variable, inner) * side;
+      to.sign = one;
+    } else {
+      to.q = 1.f + (inner < 0.f ? -inner : inner);
+      to.sign = inner > 0.f ? one : inner < 0.f ? -one : Lanes{};
+      to.q_slope = slope * to.sign;
+    }
+    return to;
+  }
+};
+
+// Straight lines outside [low, high].
+struct Tails {
+  float low = -INFINITY, high = INFINITY, low_slope = 0, high_slope = 0;
+
+  explicit Tails(const std::optional<std::vector<double>>& limits) {
+    if (limits) low = (*limits)[0], high = (*limits)[1], low_slope = (*limits)[2], high_slope = (*limits)[3];
+  }
+
+  Lanes inside(Lanes x) const { return x < low ? all(low) : x > high ? all(high) : x; }
+
+  Lanes added(Lanes x, Lanes y) const {
+    if (low_slope != 0.f) y = x < low ? y + low_slope * (x - low) : y;
+    if (high_slope != 0.f) y = x > high ? y + high_slope * (x - high) : y;
+    return y;
+  }
+};
+
+// Calls body(piece, row, group, first column) for a group's part of every row.
+template <class F>
+void each_part(const Tensor& x, int64_t groups, const F& body) {
+  const int64_t tokens = x.size(0), width = x.size(1) / groups, rows = step(x.size(1));
+  parallel((tokens + rows - 1) / rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t piece = begin; piece < end; ++piece)
+      for (int64_t row = piece * rows; row < std::min(tokens, (piece + 1) * rows); ++row)
+        for (int64_t group = 0; group < groups; ++group) body(piece, row, group, group * width);
+  });
+}
+
+template <int B>
+std::vector<Ratio<B>> ratios(const Tensor& numerator, const Tensor& denominator) {
+  std::vector<Ratio<B>> found;
+  for (int64_t group = 0; group < numerator.size(0); ++group) found.emplace_back(numerator, denominator, group);
+  return found;
+}
+
+// f is the value of the anchor's own function, with base coefficients a0, b0.
+template <int B>
+Tensor rational_values(
+    const Tensor& x, const Optional& up, const Tensor& a, const Tensor& b, const Tails& tails, const Optional& f,
+    const Optional& a0, const Optional& b0) {
+  const Tensor y = at::empty(x.sizes(), x.options());
+  const int64_t stride = x.stride(0), up_stride = up ? up->stride(0) : 0, f_stride = f ? f->stride(0) : 0;
+  const int64_t channels = x.size(1), width = channels / a.size(0);
+  const float *from = read(x), *ups = up ? read(*up) : nullptr, *own = f ? read(*f) : nullptr;
+  float* to = written(y);
+  const auto own_ratios = ratios<B>(a, b), bases = ratios<B>(f ? *a0 : a, f ? *b0 : b);
+  each_part(x, a.size(0), [&](int64_t, int64_t row, int64_t group, int64_t first) {
+    const Ratio<B> ratio = own_ratios[group], base = bases[group];
+    for (int64_t column = first; column < first + width; column += kLanes) {
+      const int64_t n = first + width - column;
+      const Lanes given = lanes_at(from + row * stride + column, n), inside = tails.inside(given);
+      const auto at = ratio.at(inside);
+      Lanes value = at.p / at.q;
+      if (own) {
+        const auto before = base.at(inside);
+        value = lanes_at(own + row * f_stride + column, n) + (value - before.p / before.q);
+      } else {
+        value = tails.added(given, value);
+      }
+      if (ups) value *= lanes_at(ups + row * up_stride + column, n);
+      put(value, to + row * channels + column, n);
+    }
+  });
+  return y;
+}
+
+// Gradients of x (without f's), up, numerator and denominator (of its sizes where B is 4).
+template <int B>
+Tensors rational_gradients(
+    const Tensor& dy, const Tensor& x, const Optional& up, const Tensor& a, const Tensor& b, const Tails& tails,
+    const Optional& a0, const Optional& b0) {
+  const Tensor dx = at::empty(x.sizes(), x.options()), dup = up ? at::empty(x.sizes(), x.options()) : Tensor();
+  const int64_t groups = a.size(0), channels = x.size(1), pieces = (x.size(0) + step(channels) - 1) / step(channels);
+  const Tensor partial = at::zeros({pieces, groups, kAbove + B, kLanes}, x.options());
+  const int64_t stride = x.stride(0), dy_stride = dy.stride(0), up_stride = up ? up->stride(0) : 0;
+  const float *from = read(x), *slopes = read(dy), *ups = up ? read(*up) : nullptr;
+  float *to = written(dx), *to_up = up ? written(dup) : nullptr, *totals = written(partial);
+  const auto own_ratios = ratios<B>(a, b), bases = ratios<B>(a0 ? *a0 : a, b0 ? *b0 : b);
+  const int64_t width = channels / groups;
+  each_part(x, groups, [&](int64_t piece, int64_t row, int64_t group, int64_t first) {
+    const Ratio<B> ratio = own_ratios[group], base = bases[group];
+    float* sums = totals + (piece * groups + group) * (kAbove + B) * kLanes;
+    Lanes above[kAbove], below[B];
+    std::memcpy(above, sums, sizeof above);
+    std::memcpy(below, sums + kAbove * kLanes, sizeof below);
+    for (int64_t column = first; column < first + width; column += kLanes) {
+      const int64_t n = first + width - column;
+      const Lanes given = lanes_at(from + row * stride + column, n), inside = tails.inside(given);
+      Lanes slope = lanes_at(slopes + row * dy_stride + column, n);
+      const auto at = ratio.at(inside);
+      const Lanes inverse = 1.f / at.q;
+      if (ups) {
+        put(slope * tails.added(given, at.p * inverse), to_up + row * channels + column, n);
+        slope *= lanes_at(ups + row * up_stride + column, n);
+      }
+      Lanes dp = slope * inverse, dq = -dp * at.p * inverse, result = fma(dp, at.p_slope, dq * at.q_slope);
+      if (a0) {
+        const auto before = base.at(inside);
+        const Lanes by_p = slope / before.q;
+        result -= fma(by_p, before.p_slope, -by_p * before.p / before.q * before.q_slope);
+      }
+      result = given < tails.low ? slope * tails.low_slope : given > tails.high ? slope * tails.high_slope : result;
+      put(result, to + row * channels + column, n);
+      dq *= at.sign;
+      if (B == 4) dq *= at.variable;  // whose first coefficient is that of the first power
+      above[0] += dp, below[0] += dq;
+      Lanes power = inside, size = at.variable;
+#pragma GCC unroll 8
+      for (int k = 1; k < kAbove; ++k, power *= inside, size *= at.variable) {
+        above[k] = fma(dp, power, above[k]);
+        if (k < B) below[k] = fma(dq, size, below[k]);
+      }
+    }
+    std::memcpy(sums, above, sizeof above);
+    std::memcpy(sums + kAbove * kLanes, below, sizeof below);
+  });
+  const Tensor total = partial.sum({0, 3}, false, at::kDouble).to(at::kFloat);
+  return {dx, dup, total.narrow(1, 0, kAbove).contiguous(), total.narrow(1, kAbove, B).contiguous()};
+}
+
+Tensor rational_forward(
+    const Tensor& x, const Optional& up, const Tensor& a, const Tensor& b, std::optional<std::vector<double>> limits,
+    const Optional& f, const Optional& a0, const Optional& b0) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  const auto run = b.size(1) == 4 ? rational_values<4> : rational_values<5>;
+  return run(x, up, a, b, Tails(limits), f, a0, b0);
+}
+
+Tensors rational_backward(
+    const Tensor& dy, const Tensor& x, const Optional& up, const Tensor& a, const Tensor& b,
+    std::optional<std::vector<double>> limits, const Optional& a0, const Optional& b0) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  const auto run = b.size(1) == 4 ? rational_gradients<4> : rational_gradients<5>;
+  return run(dy, x, up, a, b, Tails(limits), a0, b0);
+}
+
+// ops/sine.py: a phase of any shape, contiguous; base like it.
+
+// amplitude * sin(phase), and base added to that; `out` may be the phase.
+void sine_value(const Tensor& phase, double amplitude, const Optional& base, const Tensor& out) {
+  const float *from = read(phase), *plain = base ? read(*base) : nullptr, factor = static_cast<float>(amplitude);
+  float* to = written(out);
+  parallel(phase.numel(), kPiece, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; at += kBlock) {
+      const int64_t n = std::min(kBlock, end - at);
+      Block x, s, c;
+      load(from + at, n, x);
+      sine_cosine(x, s, c);
+      for (int64_t i = 0; i < kBlock; ++i) s[i] *= factor;
+      if (plain) {
+        load(plain + at, n, x);
+        for (int64_t i = 0; i < kBlock; ++i) s[i] += x[i];
+      }
+      std::copy_n(s, n, to + at);
+    }
+  });
+}
+
+// phase becomes cos(phase) * gradient.
+void sine_slope(const Tensor& phase, const Tensor& gradient) {
+  float* data = written(phase);
+  const float* slope = read(gradient);
+  parallel(phase.numel(), kPiece, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; at += kBlock) {
+      const int64_t n = std::min(kBlock, end - at);
+      Block x, s, c;
+      load(data + at, n, x);
+      sine_cosine(x, s, c);
+      load(slope + at, n, x);
+      for (int64_t i = 0; i < kBlock; ++i) c[i] *= x[i];
+      std::copy_n(c, n, data + at);
+    }
+  });
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(nonlinear_lowrank_native, m) {
+  m.def("noble_forward(Tensor x, Tensor? h, Tensor?[] weights, Tensor?[] biases, Tensor?[] tensors) -> Tensor[]");
+  m.def("noble_backward(Tensor[] dys, Tensor x, Tensor h, Tensor?[] weights, Tensor?[] tensors, bool[] wanted)"
+        " -> Tensor[]");
+  m.def("noble_decode(Tensor x, Tensor weight, Tensor? bias, Tensor[] mixes, Tensor[] phases, Tensor[] ups) -> Tensor[]");
+  m.def("rational_forward(Tensor x, Tensor? up, Tensor a, Tensor b, float[]? limits, Tensor? f,"
+        " Tensor? a0, Tensor? b0) -> Tensor");
+  m.def("rational_backward(Tensor dy, Tensor x, Tensor? up, Tensor a, Tensor b, float[]? limits,"
+        " Tensor? a0, Tensor? b0) -> Tensor[]");
+  m.def("sine_value(Tensor phase, float amplitude, Tensor? base, Tensor(a!) out) -> ()");
+  m.def("sine_slope(Tensor(a!) phase, Tensor gradient) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(nonlinear_lowrank_native, CPU, m) {
+  m.impl("noble_forward", noble_forward);
+  m.impl("noble_backward", noble_backward);
+  m.impl("noble_decode", noble_decode);
+  m.impl("rational_forward", rational_forward);
+  m.impl("rational_backward", rational_backward);
+  m.impl("sine_value", sine_value);
+  m.impl("sine_slope", sine_slope);
+}

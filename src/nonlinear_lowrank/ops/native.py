@@ -1,0 +1,77 @@
+"""Operators in C++ for float32 on a CPU, `native.cpp`: built on first use, kept, and done without where they cannot be.
+
+The build needs a C++ compiler (`CXX`, else `c++`) and takes some seconds, once for a version of torch, a compiler and
+a kind of processor; the result lies in `~/.cache/nonlinear-lowrank` (`XDG_CACHE_HOME`). Without a compiler, with
+`NLR_NATIVE=0` in the environment, and inside `use_kernels(False)`, operators are PyTorch's.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+import platform
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from .kernels import enabled
+
+SOURCE = Path(__file__).with_name("native.cpp")
+_VECTORS = {
+    "AVX512": ["-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mprefer-vector-width=512"],
+    "AVX2": ["-mavx2", "-mfma"],
+}
+_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def native(*tensors: Tensor | None) -> Any:
+    """Return the operators, `torch.ops.nonlinear_lowrank_native`, or None where these tensors are not theirs to read.
+
+    Those are plain float32 tensors (None: any) on a CPU, that no dispatch mode watches.
+    """
+    for each in tensors:
+        if each is not None and (type(each) not in _TYPES or each.dtype != torch.float32 or each.device.type != "cpu"):
+            return None
+    return _load() if enabled() and not _get_current_dispatch_mode_stack() else None
+
+
+@functools.cache
+def _load() -> Any:
+    """Return the operators, built if need be; None where they cannot be."""
+    vectors = _VECTORS.get(torch.backends.cpu.get_cpu_capability())
+    if vectors is None and platform.machine() not in ("aarch64", "arm64"):  # without fused products it would be slow
+        return None
+    if os.environ.get("NLR_NATIVE") == "0":
+        return None
+    try:
+        torch.ops.load_library(_built(vectors or []))
+    except (OSError, subprocess.SubprocessError) as error:
+        output = getattr(error, "stderr", None) or ""
+        logging.getLogger(__name__).debug("native operators were not built: %s %s", error, output)
+        return None
+    return torch.ops.nonlinear_lowrank_native
+
+
+def _built(vectors: list[str]) -> Path:
+    """Return the library's path."""
+    torch_path = Path(torch.__file__).parent
+    includes = [f"-I{torch_path / 'include'}", f"-I{torch_path / 'include/torch/csrc/api/include'}"]
+    # Functions that set errno, and traps, keep loops from becoming vectors.
+    how = ["-O3", "-std=c++20", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+    links = [f"-L{torch_path / 'lib'}", "-ltorch_cpu", "-lc10"]
+    command = [os.environ.get("CXX", "c++"), *how, *vectors, *includes]
+    mark = hashlib.sha256(SOURCE.read_bytes() + repr((torch.__version__, platform.machine(), command)).encode())
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nonlinear-lowrank"
+    path = folder / f"native-{mark.hexdigest()[:16]}.so"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as own:  # of this process: others may build at the same time
+            made = Path(own) / path.name
+            subprocess.run([*command, str(SOURCE), "-o", str(made), *links], check=True, capture_output=True, text=True)
+            made.replace(path)
+    return path

@@ -1,0 +1,125 @@
+"""The C++ operators beside the Python that they stand for, and what is done without them."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from nonlinear_lowrank.ops.kernels import use_kernels
+from nonlinear_lowrank.ops.native import native
+from nonlinear_lowrank.ops.sine import SineFactors, sine_delta, sine_layer
+from op_helpers import ROWS, compare, noble, rational
+
+pytestmark = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="needs a C++ compiler")
+THEIRS = [name for name in ROWS if name.startswith(("noble-cosine", "sine-", "dora-", "rational"))]
+
+
+def test_takes_plain_float32_on_a_cpu_alone():
+    one = torch.ones(1)
+    assert native(one, None) is not None
+    for other in (one.double(), one.bfloat16(), one.to("meta"), torch.nn.Buffer(one).as_subclass(_Own)):
+        assert native(one, other) is None
+    with use_kernels(False):
+        assert native(one) is None
+    with FlopCounterMode(display=False):
+        assert native(one) is None
+
+
+class _Own(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_agrees_with_pytorch(name):
+    case = ROWS[name](dtype=torch.float32)
+    dys = case.dys()
+    found = compare(case, dys)
+    with use_kernels(False):
+        plain = compare(case, dys)
+    for one, other in zip(found, plain, strict=True):
+        assert (one - other).norm() <= 2e-6 * other.norm()
+
+
+def test_agrees_with_pytorch_over_many_pieces():
+    for case in (
+        noble(depth=3, form="group", batch=(700,), d_in=96, d_out=80, r=72, dtype=torch.float32),
+        rational("rational_gated", batch=(700,), channels=120, groups=3, dtype=torch.float32),
+    ):
+        compare(case, case.dys())
+
+
+def test_rationals_do_not_depend_on_threads():
+    case, threads = rational(batch=(700,), channels=120, groups=3, dtype=torch.float32), torch.get_num_threads()
+    dys, found = case.dys(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(case.gradients(case.fast, dys))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_empty_batches_give_empty_outputs_and_zeros():
+    for make in (noble, rational):
+        case = make(batch=(0,), dtype=torch.float32)
+        y, dx, *others = case.gradients(case.fast, case.dys())
+        assert y.numel() == dx.numel() == 0
+        assert not any(each.any() for each in others)
+
+
+def test_sine_is_right_to_two_units_in_the_last_place():
+    for spread in (1e-3, 1.0, 100.0, 9e4, 1e7, 1e30):
+        phase = (spread * (2 * torch.rand(100_003, dtype=torch.float64) - 1)).float()
+        found = torch.empty_like(phase)
+        native(phase).sine_value(phase, 1.0, None, found)
+        exact = phase.double().sin()
+        unit = torch.exp2(torch.floor(torch.log2(exact.abs().clamp(min=2.0**-126))) - 23)
+        # Beside a multiple of pi the reduction's own rounding is all there is.
+        assert ((found.double() - exact).abs() <= 2 * unit + 2e-12 * max(1.0, min(spread, 1e5))).all()
+    phase = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, -0.0])
+    native(phase).sine_value(phase, 2.0, torch.ones(5), phase)
+    assert phase.isnan().tolist() == [True, True, True, False, False]
+    assert phase[3:].tolist() == [1.0, 1.0]
+
+
+def test_a_delta_has_the_same_bits_whatever_it_is_added_to():
+    factors = SineFactors(torch.randn(70, 5), torch.randn(5, 90), 30.0, 9.0)
+    weight = torch.randn(70, 90)
+    merged = weight + sine_delta(weight, factors)
+    x = torch.randn(3, 90)
+    assert torch.equal(sine_layer(x, weight, None, [factors]), torch.nn.functional.linear(x, merged))
+
+
+WITHOUT = """
+import torch
+from nonlinear_lowrank import NobleConfig, NobleLinear
+from nonlinear_lowrank.ops.native import native
+assert native(torch.ones(1)) is None
+torch.manual_seed(0)
+layer = NobleLinear(12, 10, config=NobleConfig(rank=4))
+layer(torch.randn(3, 12)).sum().backward()
+assert layer.noble_mix1.grad.abs().sum() > 0
+"""
+
+
+@pytest.mark.parametrize("setting", [{"NLR_NATIVE": "0"}, {"CXX": "no-such-compiler"}, {"CXX": "false"}])
+def test_done_without_in_silence(setting, tmp_path):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), **setting}
+    done = subprocess.run([sys.executable, "-c", WITHOUT], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_built_once_and_kept(tmp_path):
+    code = "import torch; from nonlinear_lowrank.ops.native import native; assert native(torch.ones(1)) is not None"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    both = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]  # at the same time
+    assert [each.wait() for each in both] == [0, 0]
+    (built,) = (tmp_path / "nonlinear-lowrank").iterdir()
+    before = built.stat()
+    subprocess.run([sys.executable, "-c", code], env={**environment, "CXX": "c++"}, check=True)
+    assert built.stat() == before
