@@ -1,6 +1,7 @@
 """Choice of the modules that a method replaces, by rules, patterns and names, with reasons for those skipped."""
 
 import dis
+import functools
 import inspect
 import re
 import warnings
@@ -321,6 +322,7 @@ def _tensors_taken(module: nn.Module) -> tuple[dict[str, set[str]], set[str]]:
     return taken, called
 
 
+@functools.cache
 def _text(code: CodeType) -> str:
     """Write a function's code as one line, in which chains of attributes stand as in its source."""
     return "".join(

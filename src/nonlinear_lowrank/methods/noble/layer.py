@@ -112,6 +112,8 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
 
     def reset_parameters(self) -> None:
         """Draw every tensor of the table in this file's docstring; the dense ones only from scratch."""
+        if self.noble_up.is_meta:  # where torch takes 0.4 ms to draw nothing
+            return
         if self.noble_config.init != "pretrained":
             if "weight" not in self.noble_own_init:
                 init.normal_(self.weight, std=self.noble_config.dense_scale / self.noble_shape[0] ** 0.5)
