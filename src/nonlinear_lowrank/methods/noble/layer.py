@@ -100,15 +100,20 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
 
     def branch(self) -> Branch:
         """Return the branch's tensors; `down` is None where another layer has it."""
+        parameters = self._parameters
+
+        def read(name: str) -> Any:  # attributes of modules are slow; some wrappers keep parameters as such
+            return getattr(self, name) if (found := parameters.get(name)) is None else found
+
         depth, activation = self.noble_config.depth, self.noble_config.activation
         layers = range(1, depth + 1) if activation == "cosine" else ()
-        mixes = [getattr(self, f"noble_mix{k}") for k in range(1, depth)]
-        frequencies = [getattr(self, f"noble_frequency{k}") for k in layers]
-        phases = [getattr(self, f"noble_phase{k}") for k in layers]
+        mixes = [read(f"noble_mix{k}") for k in range(1, depth)]
+        frequencies = [read(f"noble_frequency{k}") for k in layers]
+        phases = [read(f"noble_phase{k}") for k in layers]
         if self.noble_config.bottleneck_bias:  # f (z + b) + p = f z + (p + f b): the operators know phases alone
-            own = zip(phases, frequencies, (getattr(self, f"noble_bias{k}") for k in layers), strict=True)
-            phases = [wide(phase) + wide(frequency) * wide(bias) for phase, frequency, bias in own]
-        return Branch(self.noble_down, self.noble_up, mixes, frequencies, phases, activation)
+            biased = zip(phases, frequencies, (read(f"noble_bias{k}") for k in layers), strict=True)
+            phases = [wide(phase) + wide(frequency) * wide(bias) for phase, frequency, bias in biased]
+        return Branch(read("noble_down"), read("noble_up"), mixes, frequencies, phases, activation)
 
     def reset_parameters(self) -> None:
         """Draw every tensor of the table in this file's docstring; the dense ones only from scratch."""

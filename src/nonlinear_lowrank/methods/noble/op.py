@@ -383,8 +383,8 @@ def _bottleneck_backward(h_TR: Tensor, du_TR: Tensor, branch: Branch) -> tuple[T
 
 
 def _native(activation: str, x: Tensor, h: Tensor | None, weights: Tensors, tensors: Tensors) -> Any:
-    """Return the C++ operators where these tensors are theirs to read."""
-    return native(x, h, *weights, *tensors) if activation == "cosine" and not JOIN_UP else None
+    """Return the C++ operators where these tensors, one of each kind, are theirs to read."""
+    return native(x, h, weights[0], tensors[1], tensors[-1]) if activation == "cosine" and not JOIN_UP else None
 
 
 def _kernel(x: Tensor, rank: int, branch: Branch, *down: Tensor) -> ModuleType | None:
