@@ -1,25 +1,22 @@
-"""Everything that is to be measured on a GPU, within ten minutes of an H200.
+"""Is the GPU path right, and how fast is it: the answer in six minutes of an H200 or H100.
 
-    python benchmarks/gpu.py --output gpu.json              # the sizes of the papers, bfloat16
+    python benchmarks/gpu.py --output gpu.json              # bfloat16, the papers' widths
     python benchmarks/gpu.py --device cpu --tiny            # the same in toy sizes: a rehearsal
 
-The parts, each written to the output as soon as it is there, since such machines are lent by the minute (what failed
-says so under "failed", what no longer fitted into --minutes under "skipped"):
+The file is written after each part, since such machines are lent by the minute. First `kernels`: every kernel, forward
+and gradients, against its plain formula in float64, twice. If one is wrong the file names it under "wrong", nothing is
+measured and the exit status is 2. Every other part has a limit of seconds; what ran out of them is under "out_of_time",
+what failed under "failed" (exit status 1), what --minutes left no room for under "skipped".
 
-    operator    largest error of noble_linear and its gradients against the float64 formula, beside that of the plain
-                formula in the same type (at most twice it is asked for)
-    step        the paper's base model: step time of NOBLE over the baseline at r = 64, 128, 256
-    fused       the same with fuse_shared_inputs: query, key and value together
-    memory      the same model: bytes saved for backward and peak of a step
-    forms       NOBLE over the plain linear at each shape of `SHAPES`, with its up projection accumulated into y or
-                joined with the main product, and its down projection a product of its own or in the bottleneck's
-                kernel: what `JOIN_UP` and `FUSE_DOWN` of `methods.noble.op` are to be set by
-    adapters    Llama-3-8B's blocks: step time of sine-LoRA, sine-DoRA and DoRA over LoRA
-    peak        the whole of Llama-3-8B's shape: saved bytes and peak of LoRA and sine-LoRA, sine-DoRA, DoRA
-    op          single operators against their plain formulas and GELU, SwiGLU, LoRA, DoRA, PEANuT, KAT
-    decode      time of one generated token
-    losses      the first steps of each arm of `step` on real text (bytes of the running Python's own sources, the same
-                batches in all arms): finite, falling, no spike
+    kernels          largest relative error of each case; all of a float32 and a bfloat16 kind
+    step-eager, step-compiled, step-graphs
+                     blocks of the paper's base model: step over the baseline, its share of the GPU's rate, launches
+    adapters         blocks of Llama-3-8B: step of sine-LoRA, sine-DoRA and DoRA over LoRA
+    op               rational over GELU, gated rational over SwiGLU, sine-LoRA over LoRA, single
+    decode           one generated token at batch 1 and 32, eager and with CUDA graphs
+    forms            `JOIN_UP` and `FUSE_DOWN` of `methods.noble.op`, each way, at the base model's shapes
+    memory, peak     saved for backward and peak: NOBLE on the base model, sine on all of Llama-3-8B's shape
+    losses           the first steps of each arm on real text (sources of the running Python): finite and falling
 """
 
 import argparse
@@ -27,10 +24,13 @@ import gc
 import json
 import os
 import platform
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,243 +40,250 @@ import torch
 from nlr_lab.bench.arms import bench_arms
 from nlr_lab.bench.decode import bench_decode
 from nlr_lab.bench.op import bench_op
-from nlr_lab.bench.settings import Clock, DecodeBenchConfig, OpBenchConfig, TrainBenchConfig
+from nlr_lab.bench.settings import DecodeBenchConfig, Mode, OpBenchConfig, TrainBenchConfig
 from nlr_lab.bench.training import Stepper, bench_memory, bench_step
+from nlr_lab.plan.presets import device_rate
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.noble import NobleConfig, NobleLinear
 from nonlinear_lowrank.methods.noble import op as noble_op
-from nonlinear_lowrank.methods.noble.op import Branch, noble_linear, noble_linear_reference
+from nonlinear_lowrank.methods.rational.op import LinearTails
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
+import op_helpers as ops
 
 Sizes = dict[str, Any]
+Record = dict[str, Any]
 
-BASE: Sizes = {
-    "width": 1024,
-    "layers": 12,
-    "heads": 8,
-    "hidden": 2752,
-    "vocab_size": 50257,
-    "sequence_length": 1024,
-    "batch_size": 16,
-    "ranks": (64, 128, 256),
-    "modes": ("compiled", "eager"),
-    "threads": None,
-    "bf16": True,
-}
-LLAMA: Sizes = {
-    "family": "llama",
-    "width": 4096,
-    "layers": 8,
-    "heads": 32,
-    "kv_heads": 8,
-    "hidden": 14336,
-    "vocab_size": 128_256,
-    "sequence_length": 2048,
-    "batch_size": 1,
-    "methods": ("sine-lora", "sine-dora", "dora"),
-    "ranks": (32,),
-    "modes": ("compiled",),
-    "threads": None,
-    "bf16": True,
-    "frozen_dtype": "bfloat16",
-}
-OP: Sizes = {
-    "width": 4096,
-    "hidden": 8192,
-    "tokens": 16_384,
-    "ranks": (64,),
-    "dtype": "bfloat16",
-    "modes": ("compiled", "eager"),
-    "threads": None,
-}
-DECODE: Sizes = {
-    "width": 2048,
-    "layers": 16,
-    "heads": 16,
-    "hidden": 5504,
-    "vocab_size": 50257,
-    "ranks": (64,),
-    "modes": ("eager", "graphs"),
-    "dtype": "bfloat16",
-    "context": 512,
-    "threads": None,
-}
-SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
-    "full": ((1024, 1024), (1024, 5504), (2752, 1024), (2048, 10_944), (4096, 28_672)),  # (d_in, d_out)
-    "tiny": ((32, 96),),
-}
+ANY_THREADS: Sizes = {"threads": None}
+BASE: Sizes = ANY_THREADS | {
+    "width": 1024, "layers": 6, "heads": 8, "hidden": 2752, "vocab_size": 50257, "sequence_length": 1024,
+    "batch_size": 16, "ranks": (64, 256), "bf16": True, "methods": ("noble", "noble-official"),
+}  # fmt: skip
+LLAMA: Sizes = ANY_THREADS | {
+    "family": "llama", "width": 4096, "layers": 4, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocab_size": 128_256,
+    "sequence_length": 2048, "batch_size": 1, "methods": ("sine-lora", "sine-dora", "dora"), "ranks": (32,),
+    "modes": ("compiled", "eager"), "bf16": True, "frozen_dtype": "bfloat16",
+}  # fmt: skip
+OP: Sizes = ANY_THREADS | {
+    "operators": ("rational", "gated", "sine"), "width": 4096, "hidden": 8192, "tokens": 16_384, "ranks": (64,),
+    "dtype": "bfloat16", "modes": ("eager",),
+}  # fmt: skip
+DECODE: Sizes = ANY_THREADS | {
+    "width": 2048, "layers": 4, "heads": 16, "hidden": 5504, "vocab_size": 50257, "ranks": (64,), "context": 512,
+    "modes": ("eager", "graphs"), "dtype": "bfloat16", "batch_sizes": (1, 32),
+}  # fmt: skip
+FULL = {"step": BASE, "adapters": LLAMA, "op": OP, "decode": DECODE}
 TOY: Sizes = {"width": 64, "heads": 2, "layers": 2, "hidden": 96, "vocab_size": 256, "threads": 1}
-TOY_STEP: Sizes = TOY | {"sequence_length": 32, "batch_size": 4, "modes": ("eager",)}
-TINY: dict[str, Sizes] = {
+TOY_STEP: Sizes = TOY | {"sequence_length": 32, "batch_size": 4}
+TINY = {
     "step": BASE | TOY_STEP | {"ranks": (8, 16)},
-    "adapters": LLAMA | TOY_STEP | {"kv_heads": 1, "ranks": (8,)},
-    "op": OP | {"width": 64, "hidden": 96, "tokens": 64, "ranks": (8,), "modes": ("eager",), "threads": 1},
+    "adapters": LLAMA | TOY_STEP | {"kv_heads": 1, "ranks": (8,), "modes": ("eager",)},
+    "op": OP | {"width": 64, "hidden": 96, "tokens": 64, "ranks": (8,), "threads": 1},
     "decode": DECODE | TOY | {"ranks": (8,), "modes": ("eager",), "context": 16, "dtype": "float32"},
 }
-FULL: dict[str, Sizes] = {"step": BASE, "adapters": LLAMA, "op": OP, "decode": DECODE}
+SHAPES = ((1024, 1024), (1024, 5504), (2752, 1024))  # (d_in, d_out)
+
+
+class OutOfTime(BaseException):
+    """A part's seconds are over; no Exception, so that nothing on the way takes it for one of its own."""
 
 
 def main() -> int:
-    """Measure and print JSON; return 1 if a measurement failed."""
+    """Measure and print JSON; return 2 if a kernel is wrong, 1 if a measurement failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="toy sizes: a rehearsal")
-    parser.add_argument("--batch-size", type=int, help="sequences of a step of the base model")
-    parser.add_argument("--rounds", type=int, default=20, help="timed steps of each arm")
-    parser.add_argument("--steps", type=int, default=100, help="steps of the loss curves")
-    parser.add_argument("--lr", type=float, default=1e-3, help="of the loss curves, after 20 steps of warm-up")
-    parser.add_argument("--minutes", type=float, default=10.0, help="no part begins after so many")
-    parser.add_argument("--only", nargs="+", choices=list(MEASUREMENTS), default=list(MEASUREMENTS))
-    parser.add_argument("--output", type=Path, help="write the JSON here, after every measurement")
+    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each arm")
+    parser.add_argument("--steps", type=int, default=60, help="steps of the loss curves")
+    parser.add_argument("--layers", type=int, help="blocks of the base model, which has 12")
+    parser.add_argument("--minutes", type=float, default=6.0, help="all parts end within so many")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--output", type=Path, help="write the JSON here, after every part")
     options = parser.parse_args()
-    sizes = TINY if options.tiny else FULL
-    if options.batch_size is not None:
-        sizes = sizes | {"step": sizes["step"] | {"batch_size": options.batch_size}}
     cuda = options.device.startswith("cuda")
-    clock: Clock = "cuda" if cuda else "wall"
-    timed = {"rounds": options.rounds, "warmup": 5 if cuda else 1, "clock": clock, "device": options.device}
-    sizes = {name: each | timed for name, each in sizes.items()}
+    timed = {"rounds": options.rounds, "warmup": 3 if cuda else 1, "device": options.device}
+    timed["clock"] = "cuda" if cuda else "wall"
+    sizes = {name: each | timed for name, each in (TINY if options.tiny else FULL).items()}
+    sizes["step"] |= {} if options.layers is None else {"layers": options.layers}
     try:
-        config = TrainBenchConfig(**sizes["step"])
+        TrainBenchConfig(**sizes["step"])
     except UserError as error:
         parser.error(str(error))
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
     torch.set_float32_matmul_precision("high")
-    results: dict[str, Any] = {
+    results: Record = {
         "versions": {name: version(name.replace("_", "-")) for name in ("torch", "transformers", "nonlinear_lowrank")},
         "python": platform.python_version(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "sizes": sizes,
-        "linears": 6 * config.layers,
-        "loss_steps": options.steps,
-        "failed": {},
-        "skipped": [],
-    }
-    began = time.perf_counter()
+        "wrong": {}, "failed": {}, "out_of_time": {}, "skipped": [], "seconds": {},
+    }  # fmt: skip
+    end = time.perf_counter() + 60 * options.minutes
     for name in options.only:
+        limit, measure = PARTS[name]
         start = time.perf_counter()
-        if start - began > 60 * options.minutes:
+        if start >= end or results["wrong"]:
             results["skipped"].append(name)
-        else:
-            print(f"{name} ...", file=sys.stderr, flush=True)
-            try:
-                results[name] = MEASUREMENTS[name](sizes, options)
-            except Exception as error:  # the machine's minutes are few: go on with what can still be measured
-                results["failed"][name] = f"{type(error).__name__}: {error}"
-                traceback.print_exc()
-            results.setdefault("seconds", {})[name] = round(time.perf_counter() - start, 1)
-            _release()
-        if options.output is not None:
-            options.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+            _write(results, options.output)
+            continue
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        try:
+            with _seconds(min(limit, end - start)):
+                results[name] = measure(sizes, options)
+            if name == "kernels":
+                results["wrong"] = {case: each["wrong"] for case, each in results[name].items() if "wrong" in each}
+        except OutOfTime:
+            results["out_of_time"][name] = round(time.perf_counter() - start, 1)
+        except Exception as error:  # the machine's minutes are few: go on with what can still be measured
+            results["failed"][name] = f"{type(error).__name__}: {error}"
+            traceback.print_exc()
+        results["seconds"][name] = round(time.perf_counter() - start, 1)
+        _release()
+        _write(results, options.output)
     print(json.dumps(results))
+    if results["wrong"] or "kernels" in {*results["failed"], *results["out_of_time"]}:
+        return 2  # what was not shown to be right counts as wrong
     return 1 if results["failed"] else 0
 
 
-def _measure(measure: Callable[..., Any], config: Any) -> dict[str, Any]:
+def _write(results: Record, output: Path | None) -> None:
+    if output is not None:
+        output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _seconds(limit: float) -> Iterator[None]:
+    """Raise OutOfTime in the block after so many seconds."""
+
+    def stop(*_: Any) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def cases(tiny: bool) -> Iterator[tuple[str, Callable[[], Any], dict[str, bool]]]:
+    """Yield name, maker and constants of `methods.noble.op`; every kernel is among them, in few shapes."""
+    tokens = 37 if tiny else 1037
+    noble = {"form": "no-bias", "batch": (tokens,), "d_in": 304, "d_out": 280}
+    tails = LinearTails(-2.0, 1.5, 0.25, -1.5)
+    for dtype in (torch.bfloat16, torch.float32):
+        kind = str(dtype).removeprefix("torch.")
+        for rank in (33, 64, 128, 256):
+            for constants in ({"FUSE_DOWN": False, "JOIN_UP": False}, {"FUSE_DOWN": True}, {"JOIN_UP": True}):
+                how = ", ".join(name for name, value in constants.items() if value) or "apart"
+                yield f"noble r={rank} {how} {kind}", partial(ops.noble, **noble, r=rank, dtype=dtype), constants
+        yield f"noble group {kind}", partial(ops.noble, **noble | {"form": "group"}, r=64, dtype=dtype), {}
+        for form in ("abs_of_sum", "sum_of_abs"):
+            for groups, channels in ((8, 344), (96, 96)):
+                size = {"batch": (tokens // 3,), "groups": groups, "channels": channels, "scale": 0.3}
+                for name in ("rational", "rational_gated"):
+                    make = partial(ops.rational, name, form, tails, **size, dtype=dtype)
+                    yield f"{name} {form} {groups}x{channels} {kind}", make, {}
+        for rank in (16, 60, 150):
+            for dora in (False, True):
+                size = {"batch": (77,), "d_in": 515, "d_out": 380, "r": rank, "rms": 10.0}
+                make = partial(ops.sine, (dora,), **size, dtype=dtype, factors=torch.float32)
+                yield f"sine{'-dora' * dora} r={rank} {kind}", make, {}
+
+
+def kernels(sizes: dict[str, Sizes], options: argparse.Namespace) -> Record:
+    """Compare every case with its plain formula, and with itself; {case: {} or {"wrong": why}}."""
+    found: Record = {}
+    for name, make, constants in cases(options.tiny):
+        torch.manual_seed(0)
+        before = {each: getattr(noble_op, each) for each in constants}
+        for each, value in constants.items():
+            setattr(noble_op, each, value)
+        try:
+            with torch.device(options.device):
+                case = make()
+                ops.compare(case, case.dys(), strided_input=True)
+            found[name] = {}
+        except AssertionError as error:
+            found[name] = {"wrong": str(error) or "two runs differ"}
+        except Exception as error:  # a kernel that does not run is wrong, and the next may be right
+            found[name] = {"wrong": f"{type(error).__name__}: {error}"}
+        finally:
+            for each, value in before.items():
+                setattr(noble_op, each, value)
+        if "wrong" in found[name]:
+            print(f"  {name}: {found[name]['wrong']}", file=sys.stderr, flush=True)
+    return found
+
+
+def _measure(measure: Callable[..., Any], config: Any) -> Record:
     """Run a benchmark of `nlr bench`, print its table on standard error, and return its record."""
     result = measure(config, progress=lambda line: print(f"  {line}", file=sys.stderr, flush=True))
     print(result, file=sys.stderr, flush=True)
     return json.loads(result.to_json())
 
 
-def operator(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
-    """Errors relative to the largest entry, of the output and of every gradient."""
-    config = TrainBenchConfig(**sizes["step"])
-    dtype = torch.bfloat16 if config.bf16 else torch.float32
-    errors: dict[str, Any] = {}
-    for rank in config.ranks:
-        torch.manual_seed(rank)
-        layer = NobleLinear(config.width, 2 * config.hidden, False, config=NobleConfig(rank=rank, up_scale=1.0))
-        x = torch.randn(config.batch_size * config.sequence_length, config.width)
-        dy = torch.randn(x.shape[0], 2 * config.hidden)
-
-        def run(function: Callable[..., Any], dtype: torch.dtype, layer=layer, x=x, dy=dy) -> list[torch.Tensor]:
-            def leaf(tensor: torch.Tensor) -> torch.Tensor:
-                # All start from the rounded numbers, so that only the arithmetic differs.
-                rounded = tensor.detach().to(config.device, torch.bfloat16 if config.bf16 else torch.float32)
-                return rounded.to(dtype).requires_grad_()
-
-            leaves = [leaf(tensor) for tensor in (x, layer.weight, *layer.branch().flat())]
-            y = function(leaves[0], leaves[1], None, Branch.of_flat(leaves[2:], "cosine"))
-            y.backward(leaf(dy).detach())
-            return [y.detach(), *(tensor.grad for tensor in leaves)]
-
-        exact = run(noble_linear_reference, torch.float64)
-        names = ["y", "x", "weight", "down", "up", "mix", "frequency1", "frequency2", "phase1", "phase2"]
-        errors[f"r={rank}"] = {
-            kind: {
-                name: float((got.double() - want).abs().max() / want.abs().max())
-                for name, got, want in zip(names, run(function, dtype), exact, strict=True)
-            }
-            for kind, function in (("noble_linear", noble_linear), ("plain formula", noble_linear_reference))
-        }
-    return errors
+def step(mode: Mode, sizes: dict[str, Sizes], options: argparse.Namespace) -> Record:
+    """NOBLE on the base model, and the share of the GPU's rate that the baseline reaches."""
+    modes = ("eager",) if options.tiny else (mode,)
+    record = _measure(bench_step, TrainBenchConfig(**sizes["step"] | {"modes": modes}))
+    rate = device_rate(torch.cuda.get_device_name(), bf16=True) if torch.cuda.is_available() else None
+    rate = rate or record["machine"]["product_flops_per_second"]  # of a device that has no data sheet here
+    record["baseline_utilization"] = record["flops"]["baseline"] / record["rows"][0]["over_seconds"] / rate
+    print(f"  baseline at {record['baseline_utilization']:.1%} of {rate / 1e12:,.3g} TFLOP/s", file=sys.stderr)
+    return record
 
 
-def step(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
+def memory(sizes: dict[str, Sizes], options: argparse.Namespace) -> Record:
     """NOBLE on the base model."""
-    return _measure(bench_step, TrainBenchConfig(**sizes["step"]))
+    return _measure(bench_memory, TrainBenchConfig(**sizes["step"] | {"modes": ("eager",)}))
 
 
-def fused(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
-    """The same with layers of one input together, compiled alone."""
-    one_mode = {"fuse_shared_inputs": True, "modes": sizes["step"]["modes"][:1]}
-    return _measure(bench_step, TrainBenchConfig(**sizes["step"] | one_mode))
-
-
-def memory(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
-    """Memory of the same model."""
-    return _measure(bench_memory, TrainBenchConfig(**sizes["step"]))
-
-
-def adapters(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
+def adapters(sizes: dict[str, Sizes], options: argparse.Namespace) -> Record:
     """Step times over LoRA: as many blocks as let every arm be there at once."""
     return _measure(bench_step, TrainBenchConfig(**sizes["adapters"]))
 
 
-def peak(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
+def peak(sizes: dict[str, Sizes], options: argparse.Namespace) -> Record:
     """All 32 blocks, one arm at a time."""
     layers = sizes["adapters"]["layers"] if options.tiny else 32
-    return _measure(bench_memory, TrainBenchConfig(**sizes["adapters"] | {"layers": layers}))
+    return _measure(bench_memory, TrainBenchConfig(**sizes["adapters"] | {"layers": layers, "modes": ("eager",)}))
 
 
-def forms(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
-    """{"tokens d_in d_out": {"constant=value": record}}, at the batch of OP and a sixteenth of it."""
-    found: dict[str, Any] = {}
-    for d_in, d_out in SHAPES["tiny" if options.tiny else "full"]:
-        for tokens in (sizes["op"]["tokens"], sizes["op"]["tokens"] // 16):
-            shape = {"operators": ("noble",), "width": d_in, "hidden": d_out, "tokens": tokens, "modes": ("eager",)}
-            records = found[f"{tokens} {d_in} {d_out}"] = {}
-            for constant in ("JOIN_UP", "FUSE_DOWN"):
-                for value in (False, True):
-                    setattr(noble_op, constant, value)
-                    try:
-                        records[f"{constant}={value}"] = _measure(bench_op, OpBenchConfig(**sizes["op"] | shape))
-                    finally:
-                        setattr(noble_op, constant, None)
+def forms(sizes: dict[str, Sizes], options: argparse.Namespace) -> Record:
+    """{"d_in d_out": {"constant=value": record}}."""
+    found: Record = {}
+    for d_in, d_out in ((32, 96),) if options.tiny else SHAPES:
+        records = found[f"{d_in} {d_out}"] = {}
+        for constant in ("JOIN_UP", "FUSE_DOWN"):
+            for value in (False, True):
+                setattr(noble_op, constant, value)
+                try:
+                    shape = {"operators": ("noble",), "width": d_in, "hidden": d_out, "modes": ("eager",)}
+                    records[f"{constant}={value}"] = _measure(bench_op, OpBenchConfig(**sizes["op"] | shape))
+                finally:
+                    setattr(noble_op, constant, None)
     return found
 
 
-def op(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
+def op(sizes: dict[str, Sizes], options: argparse.Namespace) -> Record:
     """Single operators."""
     return _measure(bench_op, OpBenchConfig(**sizes["op"]))
 
 
-def decode(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, Any]:
+def decode(sizes: dict[str, Sizes], options: argparse.Namespace) -> Record:
     """One token."""
     return _measure(bench_decode, DecodeBenchConfig(**sizes["decode"]))
 
 
 def losses(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, list[float]]:
     """arm -> losses of the first steps."""
-    config = TrainBenchConfig(**sizes["step"])
-    text = _text(options.steps * config.batch_size * (config.sequence_length))
+    config = TrainBenchConfig(**sizes["step"] | {"methods": ("noble",)})
+    text = _text(options.steps * config.batch_size * config.sequence_length)
     batches = text.view(options.steps, config.batch_size, config.sequence_length).to(config.device)
     curves = {}
     for arm in bench_arms(config.methods, config.ranks):
         position = iter(range(options.steps))
-        # The mode of the first timed arm; the batch is looked up inside the step.
-        stepper = Stepper(config, config.modes[0], arm, batch=lambda p=position: batches[next(p)], lr=options.lr)
+        stepper = Stepper(config, "eager", arm, batch=lambda p=position: batches[next(p)], lr=1e-3)
         peak_lrs = [group["lr"] for group in stepper.optimizer.param_groups]
         values = []
         for index in range(options.steps):
@@ -305,17 +312,19 @@ def _release() -> None:
         torch.cuda.empty_cache()
 
 
-MEASUREMENTS: dict[str, Callable[[dict[str, Sizes], argparse.Namespace], dict[str, Any]]] = {
-    "operator": operator,
-    "step": step,
-    "fused": fused,
-    "forms": forms,
-    "adapters": adapters,
-    "peak": peak,
-    "op": op,
-    "memory": memory,
-    "decode": decode,
-    "losses": losses,
+# name -> seconds at most, what measures it
+PARTS: dict[str, tuple[float, Callable[[dict[str, Sizes], argparse.Namespace], Record]]] = {
+    "kernels": (110, kernels),
+    "step-eager": (30, partial(step, "eager")),
+    "step-compiled": (80, partial(step, "compiled")),
+    "op": (25, op),
+    "decode": (40, decode),
+    "adapters": (50, adapters),
+    "step-graphs": (80, partial(step, "graphs")),
+    "memory": (20, memory),
+    "forms": (30, forms),
+    "losses": (30, losses),
+    "peak": (30, peak),
 }
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ without parameters, see `analysis.saved`), and the peak of a step beyond the wei
 import gc
 import itertools
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -103,9 +104,11 @@ def bench_step(config: TrainBenchConfig, *, progress: Progress = lambda line: No
             steppers = {arm.name: Stepper(config, mode, arm) for arm in arms}
             flops = result.flops = result.flops or {name: stepper.flops() for name, stepper in steppers.items()}
             result.time(mode, {name: stepper.step for name, stepper in steppers.items()}, progress)
+            calls = {name: launches(stepper.step, config.device) for name, stepper in steppers.items()}
             for name, over in ((arm.name, arm.over) for arm in arms if arm.over in steppers):
                 trained, flop_ratio = steppers[name].trained / steppers[over].trained, flops[name] / flops[over]
-                figures = {"trained_ratio": trained, "flop_ratio": flop_ratio}
+                figures: dict[str, Any] = {"trained_ratio": trained, "flop_ratio": flop_ratio}
+                figures |= {"launches": calls[name], "launches_of_over": calls[over]}
                 step = result.add(mode, name, over, figures)
                 figures["step_over_flops"] = step.median / flop_ratio  # 1: a method costs just its FLOPs
     return result
@@ -162,10 +165,24 @@ def peak_bytes(function: Callable[[], object], device: str) -> int:
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # says nothing on standard error
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        function()
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
-    events = [event for event in results.events() if event.name() == "[memory]"]
+    events = [event for event in _events(function, profile_memory=True) if event.name() == "[memory]"]
     changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
     return max(itertools.accumulate(changes, initial=0))
+
+
+def launches(function: Callable[[], object], device: str) -> int:
+    """Return how many kernels and graphs `function()` launches on a GPU; on a CPU, how many operators run."""
+    if torch.device(device).type != "cuda":
+        return sum(event.name().startswith(("aten::", "nonlinear_lowrank")) for event in _events(function))
+    events = _events(function, activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+    return sum(re.match("cu(da)?(Graph)?Launch", event.name()) is not None for event in events)
+
+
+def _events(function: Callable[[], object], **settings: Any) -> list[Any]:
+    """Return what torch's profiler saw of a call."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # says nothing on standard error
+    with profile(**{"activities": [ProfilerActivity.CPU], **settings}) as profiler:
+        function()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    return list(profiler.profiler.kineto_results.events())  # type: ignore[union-attr]
