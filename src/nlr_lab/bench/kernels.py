@@ -1,20 +1,38 @@
 """`nlr bench kernels`: compiled code of every Triton kernel in every block shape that is launched; no GPU."""
 
+import itertools
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
 
 from nlr_lab.runtime.environment import versions
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.noble.op import FUSED_DOWN_RANK, Branch
 from nonlinear_lowrank.ops.kernels import load
+from nonlinear_lowrank.ops.sine import SineFactors
 
 from .result import BenchResult, Progress, Row
 from .settings import KernelBenchConfig
 
-OPERATORS = {"cosnet": "noble", "rational": "rational", "sine": "sine"}
-"""Kernels -> the method whose folder has them."""
+TOKENS, WIDTH = 16384, 1024
+"""Of the inputs; triton compiles other code where a size or a stride is 1 or divides by 16."""
+
+
+class Launch(NamedTuple):
+    """A kernel's launch by an operator, and what it was given."""
+
+    variant: Any
+    """`ops.triton.Variant`"""
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
 
 
 def bench_kernels(config: KernelBenchConfig, *, progress: Progress = lambda line: None) -> BenchResult:
@@ -31,8 +49,8 @@ def bench_kernels(config: KernelBenchConfig, *, progress: Progress = lambda line
         raise UserError("TRITON_INTERPRET=1 compiles nothing; unset it")
     rows = []
     for name in config.operators:
-        for variant in load(OPERATORS[name]).variants():
-            rows.append(report(variant, config.capability))
+        for launch in launches(name):
+            rows.append(report(launch, config.capability))
             progress(rows[-1].arm)
     found = {**versions(), "triton": triton.__version__, "ptxas": triton.knobs.nvidia.ptxas.version}
     return summary(config, rows, found)
@@ -55,27 +73,92 @@ def problems(figures: dict[str, int]) -> list[str]:
     return found
 
 
-def report(variant: Any, capability: int = 90) -> Row:
-    """Compile a variant (`ops.triton.Variant`) for a GPU of a compute capability times 10.
+def launches(operator: str, device: str = "meta") -> list[Launch]:
+    """Return what "cosnet", "rational" or "sine" launches in training, in every block shape; nothing is computed."""
+    from nonlinear_lowrank.ops.triton import Variant
 
-    Pointers are taken to be aligned to 16 bytes, as torch's are. Registers are those of a thread (at most 255), stack
-    and spills bytes of a thread, shared bytes of a block; products are the tl.dot calls in the source, wgmma and mma
-    the matrix instructions in the code.
-    """
+    found: list[Launch] = []
+
+    def launch(variant: Variant, grid: tuple[int, ...], *arguments: Any) -> None:
+        found.append(Launch(variant, grid, arguments))
+
+    with mock.patch.object(Variant, "launch", launch), torch.device(device):
+        {"cosnet": _cosnet, "rational": _rational, "sine": _sine}[operator]()
+    return found
+
+
+def _cosnet() -> None:
+    kernel = load("noble")
+    ranks = {torch.bfloat16: (16, 32, 64, 96, 128, 256), torch.float32: (64, 256)}
+    for dtype, rank in ((dtype, rank) for dtype, some in ranks.items() for rank in some):
+        x, h = (torch.empty(TOKENS, size, dtype=dtype) for size in (WIDTH, rank))
+        down, mix = (torch.empty(rank, size, dtype=dtype) for size in (WIDTH, rank))
+        branch = Branch(down, down.t(), [mix], [torch.empty(rank)] * 2, [torch.empty(rank)] * 2)
+        kernel.forward(h, branch)
+        kernel.backward(h, torch.empty_like(h), branch)
+        if rank <= FUSED_DOWN_RANK and dtype != torch.float32:
+            kernel.down_forward(x, branch)
+
+
+def _rational() -> None:
+    kernel, limits = load("rational"), (-3.0, 3.0, 0.0, 1.0)
+    for (form, terms), width, gated in itertools.product(
+        {"abs_of_sum": (6, 5), "sum_of_abs": (6, 4)}.items(), (384, 1), (False, True)
+    ):
+        x = torch.empty(TOKENS, 8 * 384, dtype=torch.bfloat16)
+        up = torch.empty_like(x) if gated else None
+        a, b = (torch.empty(x.shape[1] // width, count) for count in terms)
+        kernel.forward(x, up, a, b, form, limits)
+        kernel.backward(torch.empty_like(x), x, up, a, b, form, limits)
+
+
+def _sine() -> None:
+    kernel = load("sine")
+    for rank, dora in itertools.product((4, 16, 32, 256), (False, True)):
+        weight = torch.empty(WIDTH, WIDTH, dtype=torch.bfloat16)
+        up, down, magnitude = torch.empty(WIDTH, rank), torch.empty(rank, WIDTH), torch.empty(WIDTH)
+        factors = SineFactors(up, down, 200.0, 10.0, magnitude=magnitude if dora else None)
+        ratios = kernel.form(weight, factors, base=True, out=torch.empty_like(weight))
+        kernel.factor_gradients(torch.empty_like(weight), weight, factors, ratios)
+
+
+@contextmanager
+def compiling_for(capability: int) -> Iterator[None]:
+    """Let triton's own launches compile for a GPU that is not there."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    names = variant.kernel.arg_names
-    signature = {name: variant.signature.get(name, "constexpr") for name in names}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in signature.items() if kind[0] == "*"}
-    source = ASTSource(fn=variant.kernel, signature=signature, constexprs=variant.constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=variant.options)
-    ptx = compiled.asm["ptx"]
+    gpu = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: f"sm_{capability}",  # triton keeps what it compiled for each
+        get_current_stream=lambda device: 0,
+    )
+    with mock.patch.object(triton.runtime.driver, "_active", gpu):
+        yield
+
+
+def compiled(launch: Launch, capability: int) -> Any:
+    """Return triton's compiled kernel, specialised to the launch's arguments as when it runs."""
+    variant = launch.variant
+    with compiling_for(capability):
+        given = {**variant.constants, **variant.options}
+        return variant.kernel.warmup(*launch.arguments, grid=launch.grid, **given)
+
+
+def report(launch: Launch, capability: int = 90) -> Row:
+    """Compile a launch for a GPU of a compute capability times 10, specialised to its arguments.
+
+    Registers are those of a thread (at most 255), stack and spills bytes of a thread, shared bytes of a block; products
+    are the tl.dot calls in the source, wgmma and mma the matrix instructions in the code.
+    """
+    import triton
+
+    variant, code = launch.variant, compiled(launch, capability)
+    ptx = code.asm["ptx"]
     figures = {
         "warps": variant.warps,
         **_assemble(ptx, triton.knobs.nvidia.ptxas.path),
-        "shared": compiled.metadata.shared,
+        "shared": code.metadata.shared,
         "products": variant.products,
         "wgmma": len(re.findall(r"\bwgmma\.mma_async\b", ptx)),
         "mma": len(re.findall(r"\bmma\.sync\b", ptx)),

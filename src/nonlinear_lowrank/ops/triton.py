@@ -10,16 +10,12 @@ from triton.language.extra import libdevice
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
 
 class Variant(NamedTuple):
     """A kernel in one block shape, as it is launched."""
 
     name: str
     kernel: Any
-    signature: dict[str, str]
-    """Run-time argument -> triton type, in order."""
     constants: dict[str, Any]
     """tl.constexpr arguments."""
     warps: int
@@ -36,13 +32,9 @@ class Variant(NamedTuple):
         return {"num_warps": self.warps, "num_stages": self.stages} | cap
 
     def launch(self, grid: tuple[int, ...], *arguments: Any) -> None:
-        """Run it; arguments are those of the signature."""
-        self.kernel[grid](*arguments, **self.constants, **self.options)
-
-
-def pointer(dtype: torch.dtype) -> str:
-    """Return triton's name of a pointer to numbers of a type."""
-    return f"*{TYPE_NAMES[dtype]}"
+        """Run it on its tensors' GPU, which need not be the current one; arguments are the kernel's, in order."""
+        with torch.cuda.device_of(arguments[0]):
+            self.kernel[grid](*arguments, **self.constants, **self.options)
 
 
 def precision(dtype: torch.dtype) -> str:

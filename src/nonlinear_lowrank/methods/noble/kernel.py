@@ -8,7 +8,6 @@ sums, and one sum over programs in a fixed order ends it, so two runs agree to t
 sums are float32; c1 and the gradient of h2 are rounded to h's type, as the plain formula rounds them.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nonlinear_lowrank.ops.kernels import processors
-from nonlinear_lowrank.ops.triton import Variant, cosine, pointer, power_of_2, precision, sine
+from nonlinear_lowrank.ops.triton import Variant, cosine, power_of_2, precision, sine
 
-from .op import FUSED_DOWN_RANK, FUSED_DOWN_TOKENS, Branch
+from .op import FUSED_DOWN_TOKENS, Branch
 
 ONE_KERNEL_RANK = 128
 """Up to here backward is one kernel, for 16-bit numbers."""
@@ -169,16 +168,11 @@ def inner_kernel(h, dh2, mix, f1, p1, c1, dh, sums, T, R: tl.constexpr, BT: tl.c
     _put_sums(sums, 0, dargument * h_wide, dargument, tl.program_id(0), columns, R)
 
 
-_TYPES = {"T": "i32", **dict.fromkeys(("f1", "p1", "f2", "p2", "dmix", "sums"), "*fp32")}
-
-
 def _variant(
     name: str, kernel: Any, rank: int, dtype: torch.dtype, shape: dict[str, int], warps: int, stages: int, products: int
 ) -> Variant:
-    """Return a kernel as it is launched; what `_TYPES` does not name is of h's type."""
     constants = {"R": rank, "FAST": dtype != torch.float32, "PRECISION": precision(dtype)} | shape
-    signature = {each: _TYPES.get(each, pointer(dtype)) for each in kernel.arg_names if each not in constants}
-    return Variant(name, kernel, signature, constants, warps, stages, products)
+    return Variant(name, kernel, constants, warps, stages, products)
 
 
 def _tiled(name: str, kernel: Any, rank: int, dtype: torch.dtype) -> Variant:
@@ -209,18 +203,6 @@ def backward_variants(rank: int, dtype: torch.dtype) -> list[Variant]:
         _tiled("cosnet backward, outer", outer_kernel, rank, dtype),
         _tiled("cosnet backward, inner", inner_kernel, rank, dtype),
     ]
-
-
-def variants() -> Iterator[Variant]:
-    """Yield every kernel in the block shapes of the common ranks."""
-    for rank in (16, 32, 64, 96, 128, 256):
-        yield forward_variant(rank, torch.bfloat16)
-        yield from backward_variants(rank, torch.bfloat16)
-        if rank <= FUSED_DOWN_RANK:
-            yield down_variant(1024, rank, torch.bfloat16)
-    for rank in (64, 256):
-        yield forward_variant(rank, torch.float32)
-        yield from backward_variants(rank, torch.float32)
 
 
 def _grid(variant: Variant, tokens: int, rank: int) -> tuple[int, int]:

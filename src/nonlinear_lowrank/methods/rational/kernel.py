@@ -10,17 +10,15 @@ two runs agree to the bit. A block of channels lies within one group where group
 scalars; where groups are narrow (down to one channel) every channel of the block has its own.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nonlinear_lowrank.ops.kernels import processors
-from nonlinear_lowrank.ops.triton import Variant, plain_rows, pointer, power_of_2
+from nonlinear_lowrank.ops.triton import Variant, plain_rows, power_of_2
 
-__all__ = ["backward", "forward", "plain_rows", "variants"]
+__all__ = ["backward", "forward", "plain_rows"]
 
 NARROW = 32
 """Groups of fewer channels share their blocks with other groups."""
@@ -228,40 +226,23 @@ def _constants(
     }
 
 
-_SCALARS = {"low": "fp32", "high": "fp32", "low_slope": "fp32", "high_slope": "fp32"}
-
-
 def forward_variant(
     width: int, terms: tuple[int, int], form: str, tails: bool, gated: bool, dtype: torch.dtype
 ) -> Variant:
     """Return `forward_kernel` as it is launched, for groups of `width` channels."""
-    own = pointer(dtype)
-    sizes = {"T": "i32", "C": "i32", "x_stride": "i32", "up_stride": "i32"}
-    arguments = {"x": own, "up": own, "a": "*fp32", "b": "*fp32", "y": own, **sizes, **_SCALARS}
     constants = _constants(width, terms, form, tails, gated, dtype)
-    return Variant("rational forward", forward_kernel, arguments, constants, 4, 1)
+    return Variant("rational forward", forward_kernel, constants, 4, 1)
 
 
 def backward_variant(
     width: int, terms: tuple[int, int], form: str, tails: bool, gated: bool, coefficients: bool, dtype: torch.dtype
 ) -> Variant:
     """Return `backward_kernel` as it is launched."""
-    own = pointer(dtype)
-    sizes = {"T": "i32", "C": "i32", "x_stride": "i32", "up_stride": "i32", "dy_stride": "i32"}
-    arguments = {"x": own, "up": own, "dy": own, "a": "*fp32", "b": "*fp32", "dx": own, "dup": own, "sums": "*fp32"}
     constants = _constants(width, terms, form, tails, gated, dtype) | {"COEFFICIENTS": coefficients}
-    # More than 4 elements a thread, and its registers leave too few threads to keep the memory busy.
-    constants |= {"BT": 4, "V": 4}
-    return Variant("rational backward", backward_kernel, arguments | sizes | _SCALARS, constants, 4, 1, registers=128)
-
-
-def variants() -> Iterator[Variant]:
-    """Yield every kernel for wide groups, narrow ones and single channels, in both forms."""
-    for form, terms in (("abs_of_sum", (6, 5)), ("sum_of_abs", (6, 4))):
-        for width in (384, 1):
-            for gated in (False, True):
-                yield forward_variant(width, terms, form, True, gated, torch.bfloat16)
-                yield backward_variant(width, terms, form, True, gated, True, torch.bfloat16)
+    # More than 4 elements a thread, and its registers leave too few threads to keep the memory busy. In narrow groups
+    # each has sums of its own: 4 spill.
+    constants |= {"BT": 2 if constants["NARROW_GROUPS"] else 4, "V": 4}
+    return Variant("rational backward", backward_kernel, constants, 4, 1, registers=128)
 
 
 def _grid(variant: Variant, x: Tensor, groups: int) -> tuple[int, int]:

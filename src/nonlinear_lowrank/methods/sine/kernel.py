@@ -11,8 +11,6 @@ Product, phase and sine are float32: for a 16-bit weight three TF32 products ("t
 a float32 weight float32 multiply-adds.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from nonlinear_lowrank.ops.kernels import processors
 from nonlinear_lowrank.ops.sine import SineFactors
-from nonlinear_lowrank.ops.triton import Variant, cosine, pointer, power_of_2, sine
+from nonlinear_lowrank.ops.triton import Variant, cosine, power_of_2, sine
 
 RANK = 256
 """The largest rank these kernels take: a row tile of `up` stays in registers."""
@@ -119,45 +117,21 @@ def _accuracy(rank: int, dtype: torch.dtype) -> dict[str, object]:
     return {"R": rank, "FAST": not wide, "PRECISION": "ieee" if wide else "tf32x3"}
 
 
-def form_variant(
-    rank: int, dtype: torch.dtype, factors: torch.dtype, *, base: bool, dora: bool, out: torch.dtype
-) -> Variant:
+def form_variant(rank: int, dtype: torch.dtype, *, base: bool, dora: bool) -> Variant:
     """Return `form_kernel` as it is launched; dtype is the weight's (out's where there is none)."""
-    own, factor = pointer(dtype), pointer(factors)
-    arguments = {"up": factor, "down": factor, "weight": own, "magnitude": "*fp32", "ratios": "*fp32"}
-    arguments |= {"out": pointer(out), "m": "i32", "n": "i32", "row_stride": "i32", "column_stride": "i32"}
-    arguments |= {"out_row": "i32", "out_column": "i32", "omega": "fp32", "amplitude": "fp32"}
     constants = _accuracy(rank, dtype) | {"BR": min(power_of_2(rank, 16), 32), "BASE": base, "DORA": dora}
     constants |= {"BM": 16 if dora else 64, "BN": 64}
-    return Variant(
-        "sine weight", form_kernel, arguments, constants, 4 if dora else 8, 1, 1 if dtype != torch.float32 else 0
-    )
+    return Variant("sine weight", form_kernel, constants, 4 if dora else 8, 1, 1 if dtype != torch.float32 else 0)
 
 
-def gradient_variant(
-    rank: int, dtype: torch.dtype, factors: torch.dtype, weight: torch.dtype, *, dora: bool
-) -> Variant:
+def gradient_variant(rank: int, dtype: torch.dtype, *, dora: bool) -> Variant:
     """Return `gradient_kernel` as it is launched; dtype is the gradient's."""
-    factor = pointer(factors)
-    arguments = {"gradient": pointer(dtype), "up": factor, "down": factor, "weight": pointer(weight)}
-    arguments |= dict.fromkeys(("ratios", "dup", "ddown", "projection"), "*fp32")
-    strides = ("m", "n", "g_row", "g_column", "row_stride", "column_stride")
-    arguments |= dict.fromkeys(strides, "i32") | {"omega": "fp32", "amplitude": "fp32"}
     block = power_of_2(rank, 16)
     shape = {"BR": block, "BM": 32 if dora or block > 64 else 64, "BN": 64 if block <= 128 else 32}
     # The phase is as exact as in forward. In the sums TF32's steps (2^-11) are a quarter of the 16-bit gradient's own.
     sums = "tf32" if dtype != torch.float32 else "ieee"
     constants = _accuracy(rank, dtype) | {"DORA": dora, "SUMS": sums} | shape
-    return Variant("sine factors", gradient_kernel, arguments, constants, 8, 1, 3 if dtype != torch.float32 else 0)
-
-
-def variants() -> Iterator[Variant]:
-    """Yield the kernels for a bfloat16 weight with float32 factors, at the published ranks."""
-    bf16, fp32 = torch.bfloat16, torch.float32
-    for rank in (4, 16, 32):
-        for dora in (False, True):
-            yield form_variant(rank, bf16, fp32, base=True, dora=dora, out=bf16)
-            yield gradient_variant(rank, bf16, fp32, bf16, dora=dora)
+    return Variant("sine factors", gradient_kernel, constants, 8, 1, 3 if dtype != torch.float32 else 0)
 
 
 def form(weight: Tensor | None, factors: SineFactors, *, base: bool, out: Tensor) -> Tensor | None:
@@ -166,7 +140,7 @@ def form(weight: Tensor | None, factors: SineFactors, *, base: bool, out: Tensor
     (m, rank), n = up.shape, down.shape[1]
     ratios = up.new_empty(2, m if dora else 0, dtype=torch.float32)
     read = out if weight is None else weight
-    variant = form_variant(rank, read.dtype, up.dtype, base=base, dora=dora, out=out.dtype)
+    variant = form_variant(rank, read.dtype, base=base, dora=dora)
     grid = triton.cdiv(m, variant.constants["BM"]), 1 if dora else triton.cdiv(n, variant.constants["BN"])
     length = ratios if factors.magnitude is None else factors.magnitude.float().contiguous()
     tensors = up.contiguous(), down.contiguous(), read, length, ratios, out
@@ -182,7 +156,7 @@ def factor_gradients(
     up, down = factors.up, factors.down
     (m, rank), n = up.shape, down.shape[1]
     read = gradient if weight is None else weight
-    variant = gradient_variant(rank, gradient.dtype, up.dtype, read.dtype, dora=ratios is not None)
+    variant = gradient_variant(rank, gradient.dtype, dora=ratios is not None)
     blocks, tiles = triton.cdiv(n, variant.constants["BN"]), triton.cdiv(m, variant.constants["BM"])
     shares = max(1, min(tiles, triton.cdiv(4 * processors(up.device), blocks)))
     dup = up.new_empty(blocks, m, rank, dtype=torch.float32)
