@@ -5,7 +5,8 @@
     python tools/figures.py --collect llm_small # put the records that its run.py left into its results.json
 
 A block stands between `<!-- figures: NAME -->` and `<!-- end -->`. Its text is the template of that name in
-tools/figures.md, in which a path into `studies/<study>/results.json` stands for each figure:
+tools/figures.md, in which a path into `studies/<study>/results.json`, or `benchmarks/results/<name>.json`, stands for
+each figure:
 
     {llm_small/cpu-table/arms/noble-r8/final_loss:.4f}             a number; of a dict its value, mean or median
     {-llm_small/cpu-table/against/baseline/noble-r8/delta:.3f}     with the other sign; {100 * PATH:.1f} as points
@@ -30,6 +31,7 @@ from scipy.stats import ttest_rel
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES, TEMPLATES = ROOT / "studies", ROOT / "tools" / "figures.md"
+BENCHMARKS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -97,13 +99,15 @@ def _scalar(value: Any) -> float:
 
 
 def look_up(path: str) -> Any:
-    """Return an entry of a study's results; `*` gives those of every entry, by key or number.
+    """Return an entry of a study's results or a benchmark's; `*` gives those of every entry, by key or number.
 
     Raises:
         KeyError: there is none.
     """
     study, *keys = path.split("/")
-    return _inside(json.loads((STUDIES / study / "results.json").read_text(encoding="utf-8")), keys)
+    own = STUDIES / study / "results.json"
+    file = own if own.exists() else BENCHMARKS / f"{study}.json"
+    return _inside(json.loads(file.read_text(encoding="utf-8")), keys)
 
 
 def _inside(found: Any, keys: list[str]) -> Any:

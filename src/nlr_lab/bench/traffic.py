@@ -19,6 +19,7 @@ need, whichever is more. Numbers (of 2 bytes) that move, where products stand ap
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -230,7 +231,7 @@ class Traffic:
         table = number_table("structure", "r", "GB", "TFLOP", "branch, ms", "step x", "may be slower")
         for row in self.rows:
             slack = "" if row["slack"] is None else f"{row['slack']:.1%}"
-            cells = (f"{row['nbytes'] / 1e9:.1f}", f"{row['flops'] / 1e12:.2f}", f"{1000 * row['seconds']:.2f}")
+            cells = (f"{row['gigabytes']:.1f}", f"{row['teraflops']:.2f}", f"{row['milliseconds']:.2f}")
             table.add_row(row["structure"], str(row["rank"]), *cells, f"{row['step_ratio']:.3f}", slack)
         parts = number_table("linear", "r", *(name for name in self.shapes[0] if name not in ("linear", "rank")))
         for row in self.shapes:
@@ -291,11 +292,12 @@ def bench_traffic(config: TrafficBenchConfig, *, progress: Callable[[str], objec
             replaced = replaced_products(name) * 2 * T * weights / rate
             rows.append(
                 {
+                    "name": f"{'-'.join(re.findall(r'[a-z]+', name.lower()))}-r{rank}",
                     "structure": name,
                     "rank": rank,
-                    "nbytes": sum(kernel.nbytes * n for kernel, n in kernels),
-                    "flops": sum(kernel.flops * n for kernel, n in kernels),
-                    "seconds": took,
+                    "gigabytes": sum(kernel.nbytes * n for kernel, n in kernels) / 1e9,
+                    "teraflops": sum(kernel.flops * n for kernel, n in kernels) / 1e12,
+                    "milliseconds": 1000 * took,
                     "step_ratio": 1 + (took + own / bandwidth) / baseline,
                     "slack": (today - took) / replaced if replaced else None,
                 }

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -18,6 +19,16 @@ def test_parts_are_those_of_the_settings():
     assert tuple(PARTS) == get_args(Parts) == TINY.parts
     with pytest.raises(UserError, match="rounds must be"):
         AllBenchConfig(rounds=0)
+
+
+def test_the_page_states_every_part():
+    root = Path(__file__).parents[3]
+    committed = json.loads((root / "benchmarks" / "results" / "performance.json").read_text(encoding="utf-8"))
+    assert {name.split("/")[0] for name in committed["rows"]} == set(PARTS)
+    templates = (root / "tools" / "figures.md").read_text(encoding="utf-8")
+    for name in committed["rows"]:
+        ours = not name.rpartition("/")[2].startswith(("plain", "official", "noble-official", "KAT"))
+        assert not ours or f"performance/rows/{name}/time" in templates or name.startswith("call"), name
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

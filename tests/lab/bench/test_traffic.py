@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -63,7 +64,7 @@ def test_flops_are_those_of_a_counted_step():
     plain, *branches = (Stepper(config, "eager", arm).flops() for arm in bench_arms(("noble",), (4, 8)))
     scores = 4 * 8 * 32 * 16
     assert result.baseline_flops == plain - 0.5 * scores  # counted steps form the scores again
-    found = {row["rank"]: row["flops"] for row in result.rows if row["structure"] == "today"}
+    found = {row["rank"]: round(1e12 * row["teraflops"]) for row in result.rows if row["structure"] == "today"}
     assert list(found.values()) == [each - plain for each in branches]
 
 
@@ -73,13 +74,21 @@ def test_times_follow_from_bytes_and_flops():
     assert result.baseline_seconds == pytest.approx(result.baseline_flops / (0.45 * h100.bf16))
     slow = bench_traffic(replace(SMALL, bandwidth_share=1e-9))
     for row in slow.rows:  # nothing but bytes counts
-        assert row["seconds"] == pytest.approx(row["nbytes"] / (1e-9 * h100.bandwidth))
+        assert row["milliseconds"] == pytest.approx(1e12 * row["gigabytes"] / (1e-9 * h100.bandwidth))
         assert (row["slack"] is None) != row["structure"].endswith("*")
     fast = bench_traffic(replace(SMALL, product_share=1e-9))
     for row in fast.rows:
-        assert row["seconds"] >= row["flops"] / (1e-9 * h100.bf16)
+        assert row["milliseconds"] >= 1e15 * row["teraflops"] / (1e-9 * h100.bf16) * (1 - 1e-9)
     assert json.loads(result.to_json())["rows"] == result.rows
     assert all(name in str(result) for name in STRUCTURES)
+
+
+def test_committed_figures_are_those_of_the_model():
+    file = Path(__file__).parents[3] / "benchmarks" / "results" / "traffic.json"
+    committed, found = (json.loads(text) for text in (file.read_text(), bench_traffic(TrafficBenchConfig()).to_json()))
+    assert committed["config"] == found["config"]
+    for one, other in zip(committed["rows"], found["rows"], strict=True):
+        assert one == pytest.approx(other), "nlr bench traffic --output benchmarks/results/traffic.json"
 
 
 @pytest.mark.parametrize(
