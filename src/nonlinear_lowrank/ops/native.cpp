@@ -22,6 +22,9 @@ using Tensors = std::vector<Tensor>;
 using Optional = std::optional<Tensor>;
 using Optionals = c10::List<Optional>;
 
+// Without it compilers call what should stay in registers.
+#define NLR_INLINE inline __attribute__((always_inline))
+
 namespace {
 
 constexpr int64_t kPiece = 1 << 14;  // numbers that a thread takes at once
@@ -33,54 +36,64 @@ void parallel(int64_t count, int64_t grain, const F& body) {
   TORCH_CHECK(torch_parallel_for(0, count, grain, call, const_cast<F*>(&body)) == 0);
 }
 
-// Sine and cosine by one reduction modulo pi / 2 in three parts, and minimax polynomials on [-pi / 4, pi / 4]: within
-// 1.5 ulp. kFar is where the rounding below ends to be exact; beyond it, and for what is not finite, double precision.
-constexpr float kFar = 1e5f;
+// Sixteen numbers at once: a register of AVX-512, or as many as it takes.
+constexpr int64_t kLanes = 16;
+using Lanes = float __attribute__((vector_size(4 * kLanes)));
+using Integers = int32_t __attribute__((vector_size(4 * kLanes)));
 
-inline void near_sine_cosine(float x, float& to_sine, float& to_cosine) {
-  const float shifted = __builtin_fmaf(x, 0.636619772f, 12582912.f);  // adding 1.5 * 2^23 rounds to an integer
-  const float quarters = shifted - 12582912.f;
-  int32_t bits;
-  std::memcpy(&bits, &shifted, 4);
-  float r = __builtin_fmaf(quarters, -1.57079637f, x);
-  r = __builtin_fmaf(quarters, 4.37113883e-8f, r);
-  r = __builtin_fmaf(quarters, 1.71512494e-15f, r);
-  const float s = r * r;
-  float sine = __builtin_fmaf(s, 2.71831149e-6f, -1.98393348e-4f);
-  sine = __builtin_fmaf(sine, s, 8.33332939e-3f);
-  sine = __builtin_fmaf(sine, s, -1.66666666e-1f);
-  sine = __builtin_fmaf(sine * s, r, r);
-  float cosine = __builtin_fmaf(s, 2.43904488e-5f, -1.38867638e-3f);
-  cosine = __builtin_fmaf(cosine, s, 4.16666233e-2f);
-  cosine = __builtin_fmaf(cosine, s, -0.499999997f);
-  cosine = __builtin_fmaf(cosine, s, 1.f);
-  const bool odd = bits & 1;
-  const float first = odd ? cosine : sine, second = odd ? sine : cosine;
-  to_sine = bits & 2 ? -first : first;
-  to_cosine = (bits + 1) & 2 ? -second : second;
+NLR_INLINE Lanes all(float value) { return value - Lanes{}; }
+
+// Lanes from the first n that are left at `from`, filled with zeros, and back.
+NLR_INLINE Lanes load(const float* from, int64_t n) {
+  Lanes found{};
+  n < kLanes ? std::memcpy(&found, from, 4 * n) : std::memcpy(&found, from, 4 * kLanes);
+  return found;
 }
 
-// Numbers that a loop takes at once: few enough to stay in registers and the nearest cache.
-constexpr int64_t kBlock = 64;
-using Block = float[kBlock];
+NLR_INLINE void store(const Lanes& value, float* to, int64_t n) {
+  n < kLanes ? std::memcpy(to, &value, 4 * n) : std::memcpy(to, &value, 4 * kLanes);
+}
 
-inline void sine_cosine(const Block& x, Block& sine, Block& cosine) {
-  int32_t far = 0;
-  for (int64_t i = 0; i < kBlock; ++i) far |= !(std::fabs(x[i]) < kFar);
-  if (far) {
-    for (int64_t i = 0; i < kBlock; ++i) {
+// x y + z, rounded once.
+NLR_INLINE Lanes fma(Lanes x, Lanes y, Lanes z) {
+  for (int64_t i = 0; i < kLanes; ++i) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
+  return z;
+}
+
+NLR_INLINE Lanes fma(Lanes x, Lanes y, float z) { return fma(x, y, all(z)); }
+
+// Sine and cosine by one reduction modulo pi / 2 in three parts, and minimax polynomials on [-pi / 4, pi / 4]: within
+// 1.5 ulp. Beyond 1e5, where the rounding to quarters is no longer exact, and for what is not finite, double precision.
+NLR_INLINE void sine_cosine(Lanes x, Lanes& sine, Lanes& cosine) {
+  const Integers far = ~((x < 1e5f) & (x > -1e5f));
+  int32_t any = 0;
+  for (int64_t i = 0; i < kLanes; ++i) any |= far[i];
+  if (__builtin_expect(any, 0)) {
+    for (int64_t i = 0; i < kLanes; ++i) {
       sine[i] = static_cast<float>(std::sin(static_cast<double>(x[i])));
       cosine[i] = static_cast<float>(std::cos(static_cast<double>(x[i])));
     }
-  } else {
-    for (int64_t i = 0; i < kBlock; ++i) near_sine_cosine(x[i], sine[i], cosine[i]);
+    return;
   }
-}
-
-// Blocks of numbers at `from`, filled with zeros, and back.
-inline void load(const float* from, int64_t n, Block& to) {
-  if (n < kBlock) std::fill(to + n, to + kBlock, 0.f);
-  std::copy_n(from, n, to);
+  const Lanes shifted = fma(x, all(0.636619772f), 12582912.f);  // adding 1.5 * 2^23 rounds to an integer
+  const Lanes quarters = shifted - 12582912.f;
+  Integers quarter;
+  std::memcpy(&quarter, &shifted, sizeof quarter);
+  Lanes r = fma(quarters, all(-1.57079637f), x);
+  r = fma(quarters, all(4.37113883e-8f), r);
+  r = fma(quarters, all(1.71512494e-15f), r);
+  const Lanes s = r * r;
+  Lanes odd = fma(s, all(2.71831149e-6f), -1.98393348e-4f);
+  odd = fma(odd, s, 8.33332939e-3f);
+  odd = fma(odd, s, -1.66666666e-1f);
+  odd = fma(odd * s, r, r);
+  Lanes even = fma(s, all(2.43904488e-5f), -1.38867638e-3f);
+  even = fma(even, s, 4.16666233e-2f);
+  even = fma(even, s, -0.499999997f);
+  even = fma(even, s, 1.f);
+  const Lanes first = (quarter & 1) == 1 ? even : odd, second = (quarter & 1) == 1 ? odd : even;
+  sine = (quarter & 2) == 2 ? -first : first;
+  cosine = ((quarter + 1) & 2) == 2 ? -second : second;
 }
 
 const float* read(const Tensor& tensor) { return tensor.const_data_ptr<float>(); }
@@ -117,16 +130,11 @@ void activate(const Tensor& z, const Tensor& frequency, const Tensor& phase, con
   float *to = written(u), *to_sine = sine ? written(*sine) : nullptr;
   parallel(tokens, step(r), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      for (int64_t start = 0; start < r; start += kBlock) {
-        const int64_t n = std::min(kBlock, r - start), at = t * r + start;
-        Block row, factor, argument, s, c;
-        load(from + t * stride + start, n, row);
-        load(f + start, n, factor);
-        load(p + start, n, argument);
-        for (int64_t i = 0; i < kBlock; ++i) argument[i] = __builtin_fmaf(row[i], factor[i], argument[i]);
-        sine_cosine(argument, s, c);
-        std::copy_n(c, n, to + at);
-        if (to_sine) std::copy_n(s, n, to_sine + at);
+      for (int64_t i = 0; i < r; i += kLanes) {
+        Lanes s, c;
+        sine_cosine(fma(load(from + t * stride + i, r - i), load(f + i, r - i), load(p + i, r - i)), s, c);
+        store(c, to + t * r + i, r - i);
+        if (to_sine) store(s, to_sine + t * r + i, r - i);
       }
     }
   });
@@ -259,11 +267,10 @@ Tensors noble_backward(
 // Frequencies are in the matrices; mixes are (n, r, r) and ups (r, d_out), both transposed.
 
 void cosines(const float* from, int64_t n, float* to) {
-  for (int64_t start = 0; start < n; start += kBlock) {
-    Block x, s, c;
-    load(from + start, std::min(kBlock, n - start), x);
-    sine_cosine(x, s, c);
-    std::copy_n(c, std::min(kBlock, n - start), to + start);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Lanes s, c;
+    sine_cosine(load(from + i, n - i), s, c);
+    store(c, to + i, n - i);
   }
 }
 
@@ -311,30 +318,10 @@ Tensors noble_decode(
 // methods/rational/op.py: numerators of 6 coefficients, denominators of B: 5 ("abs_of_sum") or the sizes of 4
 // ("sum_of_abs"). Sixteen elements at a time, so that all of a group's coefficients and their sums stay in registers.
 
-constexpr int64_t kLanes = 16;
-using Lanes = float __attribute__((vector_size(4 * kLanes)));
 constexpr int kAbove = 6;
 
-Lanes all(float value) { return value - Lanes{}; }
-
-Lanes lanes_at(const float* from, int64_t n) {
-  Lanes found{};
-  n < kLanes ? std::memcpy(&found, from, 4 * n) : std::memcpy(&found, from, 4 * kLanes);
-  return found;
-}
-
-void put(const Lanes& value, float* to, int64_t n) {
-  n < kLanes ? std::memcpy(to, &value, 4 * n) : std::memcpy(to, &value, 4 * kLanes);
-}
-
-// x y + z, rounded once.
-Lanes fma(Lanes x, Lanes y, Lanes z) {
-  for (int64_t i = 0; i < kLanes; ++i) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
-  return z;
-}
-
 template <int kCount>
-void horner(const Lanes* c, Lanes x, Lanes& value, Lanes& slope) {
+NLR_INLINE void horner(const Lanes* c, Lanes x, Lanes& value, Lanes& slope) {
   value = c[kCount - 1], slope = Lanes{};
 #pragma GCC unroll 8
   for (int k = kCount - 2; k >= 0; --k) slope = fma(slope, x, value), value = fma(value, x, c[k]);
@@ -354,7 +341,7 @@ struct Ratio {
     for (int k = 0; k < B; ++k) b[k] = all(read(denominator)[group * B + k]);
   }
 
-  At at(Lanes x) const {
+  NLR_INLINE At at(Lanes x) const {
     At to;
     Lanes inner, slope;
     const Lanes one = all(1.f), side = x > 0.f ? one : x < 0.f ? -one : Lanes{};
@@ -382,9 +369,9 @@ struct Tails {
     if (limits) low = (*limits)[0], high = (*limits)[1], low_slope = (*limits)[2], high_slope = (*limits)[3];
   }
 
-  Lanes inside(Lanes x) const { return x < low ? all(low) : x > high ? all(high) : x; }
+  NLR_INLINE Lanes inside(Lanes x) const { return x < low ? all(low) : x > high ? all(high) : x; }
 
-  Lanes added(Lanes x, Lanes y) const {
+  NLR_INLINE Lanes added(Lanes x, Lanes y) const {
     if (low_slope != 0.f) y = x < low ? y + low_slope * (x - low) : y;
     if (high_slope != 0.f) y = x > high ? y + high_slope * (x - high) : y;
     return y;
@@ -424,17 +411,17 @@ Tensor rational_values(
     const Ratio<B> ratio = own_ratios[group], base = bases[group];
     for (int64_t column = first; column < first + width; column += kLanes) {
       const int64_t n = first + width - column;
-      const Lanes given = lanes_at(from + row * stride + column, n), inside = tails.inside(given);
+      const Lanes given = load(from + row * stride + column, n), inside = tails.inside(given);
       const auto at = ratio.at(inside);
       Lanes value = at.p / at.q;
       if (own) {
         const auto before = base.at(inside);
-        value = lanes_at(own + row * f_stride + column, n) + (value - before.p / before.q);
+        value = load(own + row * f_stride + column, n) + (value - before.p / before.q);
       } else {
         value = tails.added(given, value);
       }
-      if (ups) value *= lanes_at(ups + row * up_stride + column, n);
-      put(value, to + row * channels + column, n);
+      if (ups) value *= load(ups + row * up_stride + column, n);
+      store(value, to + row * channels + column, n);
     }
   });
   return y;
@@ -461,13 +448,13 @@ Tensors rational_gradients(
     std::memcpy(below, sums + kAbove * kLanes, sizeof below);
     for (int64_t column = first; column < first + width; column += kLanes) {
       const int64_t n = first + width - column;
-      const Lanes given = lanes_at(from + row * stride + column, n), inside = tails.inside(given);
-      Lanes slope = lanes_at(slopes + row * dy_stride + column, n);
+      const Lanes given = load(from + row * stride + column, n), inside = tails.inside(given);
+      Lanes slope = load(slopes + row * dy_stride + column, n);
       const auto at = ratio.at(inside);
       const Lanes inverse = 1.f / at.q;
       if (ups) {
-        put(slope * tails.added(given, at.p * inverse), to_up + row * channels + column, n);
-        slope *= lanes_at(ups + row * up_stride + column, n);
+        store(slope * tails.added(given, at.p * inverse), to_up + row * channels + column, n);
+        slope *= load(ups + row * up_stride + column, n);
       }
       Lanes dp = slope * inverse, dq = -dp * at.p * inverse, result = fma(dp, at.p_slope, dq * at.q_slope);
       if (a0) {
@@ -476,7 +463,7 @@ Tensors rational_gradients(
         result -= fma(by_p, before.p_slope, -by_p * before.p / before.q * before.q_slope);
       }
       result = given < tails.low ? slope * tails.low_slope : given > tails.high ? slope * tails.high_slope : result;
-      put(result, to + row * channels + column, n);
+      store(result, to + row * channels + column, n);
       dq *= at.sign;
       if (B == 4) dq *= at.variable;  // whose first coefficient is that of the first power
       above[0] += dp, below[0] += dq;
@@ -517,17 +504,12 @@ void sine_value(const Tensor& phase, double amplitude, const Optional& base, con
   const float *from = read(phase), *plain = base ? read(*base) : nullptr, factor = static_cast<float>(amplitude);
   float* to = written(out);
   parallel(phase.numel(), kPiece, [&](int64_t begin, int64_t end) {
-    for (int64_t at = begin; at < end; at += kBlock) {
-      const int64_t n = std::min(kBlock, end - at);
-      Block x, s, c;
-      load(from + at, n, x);
-      sine_cosine(x, s, c);
-      for (int64_t i = 0; i < kBlock; ++i) s[i] *= factor;
-      if (plain) {
-        load(plain + at, n, x);
-        for (int64_t i = 0; i < kBlock; ++i) s[i] += x[i];
-      }
-      std::copy_n(s, n, to + at);
+    for (int64_t at = begin; at < end; at += kLanes) {
+      Lanes s, c;
+      sine_cosine(load(from + at, end - at), s, c);
+      s *= factor;
+      if (plain) s += load(plain + at, end - at);
+      store(s, to + at, end - at);
     }
   });
 }
@@ -537,14 +519,10 @@ void sine_slope(const Tensor& phase, const Tensor& gradient) {
   float* data = written(phase);
   const float* slope = read(gradient);
   parallel(phase.numel(), kPiece, [&](int64_t begin, int64_t end) {
-    for (int64_t at = begin; at < end; at += kBlock) {
-      const int64_t n = std::min(kBlock, end - at);
-      Block x, s, c;
-      load(data + at, n, x);
-      sine_cosine(x, s, c);
-      load(slope + at, n, x);
-      for (int64_t i = 0; i < kBlock; ++i) c[i] *= x[i];
-      std::copy_n(c, n, data + at);
+    for (int64_t at = begin; at < end; at += kLanes) {
+      Lanes s, c;
+      sine_cosine(load(data + at, end - at), s, c);
+      store(c * load(slope + at, end - at), data + at, end - at);
     }
   });
 }
