@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, wait_tensor
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import TensorParallelLayer
 
@@ -140,8 +141,9 @@ def _local(module: Any, group: Any, style: NobleParallel) -> Iterator[list[Tenso
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return this device's part."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    """Return this device's part, a plain tensor: kernels read no others."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return wait_tensor(local) if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def _summed(tensor: Tensor, group: Any) -> Tensor:

@@ -8,6 +8,7 @@ is made inside the operators' bodies, so that what torch.compile traces on a mac
 import functools
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
 
 _SWITCHES: list[tuple[object, bool]] = [(None, True)]  # the default, then every open block's; the last one decides
 _LOCK = Lock()
@@ -48,11 +49,23 @@ def enabled() -> bool:
 def kernels(name: str, *tensors: Tensor) -> ModuleType | None:
     """Return the module `methods.<name>.kernel`, or None where these tensors, one or more, are PyTorch's.
 
-    A kernel reads plain tensors (no DTensor, no fake one) of at most 32 bits on one NVIDIA GPU.
+    A kernel reads plain tensors (no DTensor, no fake one) of at most 32 bits on one NVIDIA GPU. Tensors there that wrap
+    others are named in a warning, once a kind.
     """
-    if not enabled() or not all(map(_fits, tensors)):
+    if not enabled():
+        return None
+    if not all(map(_fits, tensors)):
+        for each in tensors:
+            if each.is_cuda and is_traceable_wrapper_subclass(each):
+                _warn_of_wrapped(name, type(each).__name__)
         return None
     return load(name) if _usable(tensors[0].device) else None
+
+
+@functools.cache
+def _warn_of_wrapped(name: str, kind: str) -> None:
+    fix = "give them local tensors (DTensor.to_local())"
+    warnings.warn(f"{name}: PyTorch's operators run, since kernels do not read {kind}; {fix}", stacklevel=3)
 
 
 def load(name: str) -> ModuleType:

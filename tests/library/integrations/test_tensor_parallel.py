@@ -32,20 +32,34 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 import nonlinear_lowrank as nlr
+from nonlinear_lowrank.methods.noble import op
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 import test_tensor_parallel as here
 
 root = Path(sys.argv[1])
+asked = set()  # kinds of tensors that kernels would read
+op.FUSE_DOWN = True  # asks with x, too
+op.kernels = lambda method, *tensors: asked.update(type(each).__name__ for each in tensors)
 for name in here.CASES:
     model = AutoModelForCausalLM.from_pretrained(
         root / name / "before", dtype=torch.float64, distributed_config=DistributedConfig(tp_size=2)
     )
+    if name == "cosine":  # what torch gathers for a layer comes as a tensor to wait for
+        layer = model.model.layers[0].self_attn.q_proj
+        x = torch.ones(2, 24, dtype=torch.float64)
+        sharded = distribute_tensor(x, layer.noble_up.device_mesh, [Shard(0)])
+        gathered = sharded.redistribute(placements=[Replicate()], async_op=True)
+        assert type(gathered.to_local()) is AsyncCollectiveTensor
+        torch.testing.assert_close(layer(gathered), layer(x))
     found = here.train(model)
     shapes = {each: list(p.to_local().shape) for each, p in model.named_parameters() if hasattr(p, "to_local")}
     model.save_pretrained(root / name / "after")
     if torch.distributed.get_rank() == 0:
-        (root / name / "found.json").write_text(json.dumps({"numbers": found, "shapes": shapes}))
+        found = {"numbers": found, "shapes": shapes, "asked": sorted(asked)}
+        (root / name / "found.json").write_text(json.dumps(found))
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()
 """
@@ -96,7 +110,10 @@ def test_the_numbers_of_one_process(tmp_path):
         assert type(after) is type(AutoModelForCausalLM.from_pretrained(tmp_path / name / "before"))
         for own, tensor in model.state_dict().items():
             torch.testing.assert_close(after.state_dict()[own], tensor, rtol=1e-9, atol=1e-12, msg=f"{name} {own}")
-    shapes = json.loads((tmp_path / "cosine" / "found.json").read_text())["shapes"]
+    cosine = json.loads((tmp_path / "cosine" / "found.json").read_text())
+    assert set(cosine["asked"]) <= {"Tensor", "Parameter"}
+    assert "Tensor" in cosine["asked"]
+    shapes = cosine["shapes"]
     found = {name: shapes[f"model.layers.0.self_attn.{name}"] for name in SHAPES}
     assert found == SHAPES
 

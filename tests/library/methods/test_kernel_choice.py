@@ -46,6 +46,30 @@ def test_blocks_that_overlap_end_in_any_order(on_gpu):
     assert used()
 
 
+class Sharded(torch.Tensor):
+    """A tensor that wraps another, as DTensor does, on a GPU that is not there."""
+
+    def __tensor_flatten__(self):
+        return [], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+def test_wrapped_tensors_are_named_once():
+    x = torch.Tensor._make_wrapper_subclass(Sharded, (3,), device="cuda:0")
+    with pytest.warns(UserWarning, match=r"noble: .* do not read Sharded; give them local tensors"):
+        assert kernels("noble", torch.zeros(1), x) is None
+    assert kernels("noble", x) is None  # a second warning would be an error
+    with use_kernels(False):
+        assert kernels("rational", x) is None
+
+
 DEVICE_THREAD = """
 import os, threading
 import torch
