@@ -14,6 +14,7 @@ import torch
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import versions
+from nonlinear_lowrank.ops.native import native
 from nonlinear_lowrank.validation import one_line
 
 from .bounds import RESERVE, free_memory
@@ -31,7 +32,10 @@ class OutOfTimeError(UserError):
 
 
 def machine(threads: int | None = None) -> dict[str, Any]:
-    """Return the kind of machine, never its name, its user or a path on it; `threads` are those that the runs set."""
+    """Return the kind of machine, never its name, its user or a path on it; `threads` are those that the runs set.
+
+    `native`: whether float32 on its CPU is computed in C++ (`ops.native`), whose last bits are other than PyTorch's.
+    """
     return {
         "system": platform.system(),
         "architecture": platform.machine(),
@@ -41,6 +45,7 @@ def machine(threads: int | None = None) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
         "processes": world_size(),
+        "native": native(torch.empty(0)) is not None,
     }
 
 
