@@ -52,7 +52,6 @@ def run_plan(arguments: list[str]) -> None:
 
     import torch
 
-    from nlr_lab.compare.model_trials import resolve_matches
     from nlr_lab.plan.estimate import PlanConfig, arm_cost, format_plan, plan_arm, plan_to_json
     from nlr_lab.plan.presets import PRESETS, find_hardware
     from nlr_lab.training.arms import Arm
@@ -83,8 +82,13 @@ def run_plan(arguments: list[str]) -> None:
     )
     length = task.sequence_length if options.sequence_length is None else options.sequence_length
     kind = getattr(getattr(task, "model", None), "dtype", None)  # of a pretrained model
-    plans = []
-    for arm in resolve_matches(recipe, [Arm.parse(text) for text in options.arms or recipe.arms]):
+    plans, texts = [], options.arms or recipe.arms
+    arms = [Arm.parse(text) for text in texts]
+    if any("match=" in text for text in texts):
+        from nlr_lab.compare.model_trials import resolve_matches  # brings the trainer, a second of imports
+
+        arms = resolve_matches(recipe, arms)
+    for arm in arms:
         model = task.build_on_meta()
         if isinstance(kind, str):
             model = model.to(getattr(torch, kind))
