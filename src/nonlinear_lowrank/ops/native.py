@@ -1,7 +1,7 @@
 """Operators in C++ for float32 on a CPU, `native.cpp`: built on first use, kept, and done without where they cannot be.
 
 The build needs a C++ compiler (`CXX`, else `c++`) and takes some seconds, once for a version of torch, a compiler and
-a kind of processor; the result lies in `~/.cache/nonlinear-lowrank` (`XDG_CACHE_HOME`). Without a compiler, with
+a kind of processor; the result lies in `$NLR_CACHE`, else `~/.cache/nonlinear-lowrank`. Without a compiler, with
 `NLR_NATIVE=0` in the environment, and inside `use_kernels(False)`, operators are PyTorch's.
 """
 
@@ -66,7 +66,8 @@ def _built(vectors: list[str]) -> Path:
     links = [f"-L{torch_path / 'lib'}", "-ltorch_cpu", "-lc10"]
     command = [os.environ.get("CXX", "c++"), *how, *vectors, *includes]
     mark = hashlib.sha256(SOURCE.read_bytes() + repr((torch.__version__, platform.machine(), command)).encode())
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nonlinear-lowrank"
+    folder = Path(os.environ.get("NLR_CACHE") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "nonlinear-lowrank"))
+    folder = folder.expanduser()
     path = folder / f"native-{mark.hexdigest()[:16]}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -109,17 +109,17 @@ assert layer.noble_mix1.grad.abs().sum() > 0
 
 @pytest.mark.parametrize("setting", [{"NLR_NATIVE": "0"}, {"CXX": "no-such-compiler"}, {"CXX": "false"}])
 def test_done_without_in_silence(setting, tmp_path):
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), **setting}
+    environment = {**os.environ, "NLR_CACHE": str(tmp_path), **setting}
     done = subprocess.run([sys.executable, "-c", WITHOUT], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_built_once_and_kept(tmp_path):
     code = "import torch; from nonlinear_lowrank.ops.native import native; assert native(torch.ones(1)) is not None"
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    environment = {**os.environ, "NLR_CACHE": str(tmp_path)}
     both = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]  # at the same time
     assert [each.wait() for each in both] == [0, 0]
-    (built,) = (tmp_path / "nonlinear-lowrank").iterdir()
+    (built,) = tmp_path.iterdir()
     before = built.stat()
     subprocess.run([sys.executable, "-c", code], env={**environment, "CXX": "c++"}, check=True)
     assert built.stat() == before
