@@ -66,8 +66,8 @@ def _built(vectors: list[str]) -> Path:
     links = [f"-L{torch_path / 'lib'}", "-ltorch_cpu", "-lc10"]
     command = [os.environ.get("CXX", "c++"), *how, *vectors, *includes]
     mark = hashlib.sha256(SOURCE.read_bytes() + repr((torch.__version__, platform.machine(), command)).encode())
-    folder = Path(os.environ.get("NLR_CACHE") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "nonlinear-lowrank"))
-    folder = folder.expanduser()
+    user = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "nonlinear-lowrank")
+    folder = Path(os.environ.get("NLR_CACHE") or user).expanduser()
     path = folder / f"native-{mark.hexdigest()[:16]}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
