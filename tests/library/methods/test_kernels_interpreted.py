@@ -112,6 +112,33 @@ def test_sine(calls, dora, kind):
     assert calls == ["sine"] * 4
 
 
+@pytest.mark.parametrize("rank", [4, 17, 150])
+def test_sine_gradients_of_programs_that_share_rows(calls, monkeypatch, rank):
+    kernel = load("sine")
+    monkeypatch.setattr(kernel, "SHARE", 1 / rank)  # else a small weight has one program a row
+    grids = []
+    run = kernel.Variant.launch
+    monkeypatch.setattr(kernel.Variant, "launch", lambda *given: grids.append(given[1]) or run(*given))
+    sizes = {"batch": (3,), "d_in": 70, "d_out": 37, "r": rank, "rms": 10.0}
+    assert_as_good_as_plain_float32(ops.sine((True,), **sizes, dtype=torch.float32))
+    assert max(shares for _, shares in grids) > 1
+
+
+@pytest.mark.parametrize(("m", "n"), [(14336, 4096), (4096, 14336), (1024, 1024)])
+@pytest.mark.parametrize("rank", [4, 16, 64, 256])
+def test_partial_sums_of_sine_gradients_are_few(monkeypatch, m, n, rank):
+    kernel, parts = load("sine"), []
+    monkeypatch.setattr(kernel, "processors", lambda device: 132)
+    monkeypatch.setattr(kernel.Variant, "launch", lambda *given: parts.append(given[2 + 5]))
+    with torch.device("meta"):
+        weight = torch.empty(m, n, dtype=torch.bfloat16)
+        factors = SineFactors(torch.empty(m, rank), torch.empty(rank, n), 5.0, 3.0)
+        kernel.factor_gradients(weight, weight, factors, None)
+    for each, size in zip(parts, (m, n), strict=True):
+        assert each.numel() % (size * rank) == 0
+        assert each.numel() == size * rank or each.nbytes <= weight.nbytes / 16
+
+
 def test_formed_weight_has_the_bits_of_training(calls):
     x, weight = torch.eye(9), torch.randn(7, 9)
     up, down = torch.randn(7, 3), torch.randn(3, 9)

@@ -4,8 +4,10 @@ Shapes: up (m, r), down (r, n), weight and the gradient of the sum (m, n) with a
 (n, m) is read as it lies. m = d_out, n = d_in; D = amplitude * sin(omega * up @ down).
 
 `form_kernel` rounds W + D (or D alone) once into a buffer that the caller gives; for sine-DoRA it first walks over its
-rows for their norms. In `gradient_kernel` every program owns a block of columns and some rows, keeps its part of d down
-in registers, and writes one partial d up for each row tile. No atomics; one sum over parts in a fixed order.
+rows for their norms. `gradient_kernel` runs once for each factor: a program owns rows of it, keeps their gradient in
+registers while it walks over the other dimension, alone or with others that sum up after it in a fixed order: no
+atomics, and partial sums of at most m n / 8 bytes, or the gradient alone. The phase is made twice, which costs less
+than partial sums of both in one pass, r / 16 numbers for each of the weight, to memory and back.
 
 Product, phase and sine are float32: for a 16-bit weight three TF32 products ("tf32x3": 22 of float32's 24 bits), for
 a float32 weight float32 multiply-adds.
@@ -22,6 +24,9 @@ from nonlinear_lowrank.ops.triton import Variant, cosine, power_of_2, sine
 
 RANK = 256
 """The largest rank these kernels take: a row tile of `up` stays in registers."""
+
+SHARE = 32
+"""Columns for each of r, at least, that a program sums over where several share a row: bounds their partial sums."""
 
 
 @triton.jit
@@ -80,36 +85,49 @@ def form_kernel(up, down, weight, magnitude, ratios, out, m, n, row_stride, colu
 
 
 @triton.jit
-def gradient_kernel(gradient, up, down, weight, ratios, dup, ddown, projection, m, n, g_row, g_column, row_stride,
-                    column_stride, omega, amplitude, R: tl.constexpr, BR: tl.constexpr, DORA: tl.constexpr,
-                    FAST: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr, BM: tl.constexpr,
-                    BN: tl.constexpr):  # fmt: skip
-    """Parts of d up (column blocks, m, r), d down (row shares, r, n) and, with DORA, of direction . gradient."""
-    columns = tl.program_id(0) * BN + tl.arange(0, BN)
+def gradient_kernel(gradient, own, other, weight, ratios, parts, projection, m, n, g_row, g_column, row_stride,
+                    column_stride, own_row, own_k, other_k, other_column, omega, amplitude, R: tl.constexpr,
+                    BR: tl.constexpr, BK: tl.constexpr, OF_DOWN: tl.constexpr, DORA: tl.constexpr, FAST: tl.constexpr,
+                    PRECISION: tl.constexpr, SUMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """Parts (column shares, own's shape) of d own (m, r); with DORA and for `up` of direction . gradient (shares, m).
+
+    OF_DOWN: all matrices are read transposed, so that `own` is down.
+    """
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
     k = tl.arange(0, BR)
-    d = tl.load(down + k[:, None] * n + columns[None, :], mask=(k < R)[:, None] & (columns < n)[None, :], other=0.0)
-    d = d.to(tl.float32)
-    dd = tl.zeros([BR, BN], tl.float32)
-    block = tl.program_id(0).to(tl.int64)
-    for tile in range(tl.program_id(1), tl.cdiv(m, BM), tl.num_programs(1)):
-        rows = tile * BM + tl.arange(0, BM)
+    some = (rows < m)[:, None] & (k < R)[None, :]
+    at = rows[:, None] * own_row + k[None, :] * own_k
+    total = tl.zeros([BM, BR], tl.float32)
+    projected = tl.zeros([BM], tl.float32)
+    for tile in range(tl.program_id(1), tl.cdiv(n, BN), tl.num_programs(1)):
+        columns = tile * BN + tl.arange(0, BN)
         inside = (rows < m)[:, None] & (columns < n)[None, :]
-        some = (rows < m)[:, None] & (k < R)[None, :]
-        u = tl.load(up + rows[:, None] * R + k[None, :], mask=some, other=0.0).to(tl.float32)
-        phase = tl.dot(u * omega, d, input_precision=PRECISION)
+        phase = tl.zeros([BM, BN], tl.float32)
+        for start in tl.static_range(0, BR, BK):
+            i = start + tl.arange(0, BK)
+            near = (rows < m)[:, None] & (i < R)[None, :]
+            far = (i < R)[:, None] & (columns < n)[None, :]
+            o = tl.load(own + rows[:, None] * own_row + i[None, :] * own_k, mask=near, other=0.0).to(tl.float32)
+            p = tl.load(other + i[:, None] * other_k + columns[None, :] * other_column, mask=far, other=0.0)
+            if OF_DOWN:  # forward multiplies `up` by omega
+                phase = tl.dot(o, p.to(tl.float32) * omega, phase, input_precision=PRECISION)
+            else:
+                phase = tl.dot(o * omega, p.to(tl.float32), phase, input_precision=PRECISION)
         g = _weight(gradient, rows, columns, inside, g_row, g_column)  # zero outside
         if DORA:
-            direction = amplitude * sine(phase, FAST) + _weight(
-                weight, rows, columns, inside, row_stride, column_stride
-            )
-            tl.store(projection + block * m + rows, tl.sum(direction * g, 1), mask=rows < m)
-            g *= tl.load(ratios + rows, mask=rows < m, other=0.0)[:, None]
-        dphase = cosine(phase, FAST) * g
-        du = tl.dot(dphase, tl.trans(d), input_precision=SUMS)
-        tl.store(dup + block * m * R + rows.to(tl.int64)[:, None] * R + k[None, :], du, mask=some)
-        dd = tl.dot(tl.trans(u), dphase, dd, input_precision=SUMS)
-    place = ddown + tl.program_id(1).to(tl.int64) * R * n + k[:, None] * n + columns[None, :]
-    tl.store(place, dd, mask=(k < R)[:, None] & (columns < n)[None, :])
+            if OF_DOWN:
+                g *= tl.load(ratios + columns, mask=columns < n, other=0.0)[None, :]
+            else:
+                base = _weight(weight, rows, columns, inside, row_stride, column_stride)
+                projected += tl.sum((amplitude * sine(phase, FAST) + base) * g, 1)
+        there = (k < R)[:, None] & (columns < n)[None, :]
+        f = tl.load(other + k[:, None] * other_k + columns[None, :] * other_column, mask=there, other=0.0)
+        total = tl.dot(cosine(phase, FAST) * g, tl.trans(f.to(tl.float32)), total, input_precision=SUMS)
+    share = tl.program_id(1).to(tl.int64)
+    if DORA and not OF_DOWN:
+        tl.store(projection + share * m + rows, projected, mask=rows < m)
+        total *= tl.load(ratios + rows, mask=rows < m, other=0.0)[:, None]
+    tl.store(parts + share * m * R + at, total, mask=some)
 
 
 def _accuracy(rank: int, dtype: torch.dtype) -> dict[str, object]:
@@ -124,14 +142,15 @@ def form_variant(rank: int, dtype: torch.dtype, *, base: bool, dora: bool) -> Va
     return Variant("sine weight", form_kernel, constants, 4 if dora else 8, 1, 1 if dtype != torch.float32 else 0)
 
 
-def gradient_variant(rank: int, dtype: torch.dtype, *, dora: bool) -> Variant:
+def gradient_variant(rank: int, dtype: torch.dtype, *, of_down: bool, dora: bool) -> Variant:
     """Return `gradient_kernel` as it is launched; dtype is the gradient's."""
     block = power_of_2(rank, 16)
-    shape = {"BR": block, "BM": 32 if dora or block > 64 else 64, "BN": 64 if block <= 128 else 32}
+    # Two programs a multiprocessor up to rank 64; above, one, and more columns would spill.
+    shape = {"BR": block, "BK": min(block, 32), "BM": 64, "BN": 32 if block <= 64 else 16}
     # The phase is as exact as in forward. In the sums TF32's steps (2^-11) are a quarter of the 16-bit gradient's own.
     sums = "tf32" if dtype != torch.float32 else "ieee"
-    constants = _accuracy(rank, dtype) | {"DORA": dora, "SUMS": sums} | shape
-    return Variant("sine factors", gradient_kernel, constants, 8, 1, 3 if dtype != torch.float32 else 0)
+    constants = _accuracy(rank, dtype) | {"OF_DOWN": of_down, "DORA": dora, "SUMS": sums} | shape
+    return Variant("sine factors", gradient_kernel, constants, 8, 1, 2 if dtype != torch.float32 else 0)
 
 
 def form(weight: Tensor | None, factors: SineFactors, *, base: bool, out: Tensor) -> Tensor | None:
@@ -153,20 +172,30 @@ def factor_gradients(
     gradient: Tensor, weight: Tensor | None, factors: SineFactors, ratios: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return d up (m, r), d down (r, n) and, with the ratios that `form` returned, d magnitude (m), in float32."""
-    up, down = factors.up, factors.down
-    (m, rank), n = up.shape, down.shape[1]
+    up, down = factors.up.contiguous(), factors.down.contiguous()
     read = gradient if weight is None else weight
-    variant = gradient_variant(rank, gradient.dtype, dora=ratios is not None)
-    blocks, tiles = triton.cdiv(n, variant.constants["BN"]), triton.cdiv(m, variant.constants["BM"])
-    shares = max(1, min(tiles, triton.cdiv(4 * processors(up.device), blocks)))
-    dup = up.new_empty(blocks, m, rank, dtype=torch.float32)
-    ddown = up.new_empty(shares, rank, n, dtype=torch.float32)
-    projection = up.new_empty(blocks, m if ratios is not None else 0, dtype=torch.float32)
-    tensors = gradient, up.contiguous(), down.contiguous(), read, dup if ratios is None else ratios, dup, ddown
-    numbers = *gradient.stride(), *read.stride(), factors.omega, factors.amplitude
-    variant.launch((blocks, shares), *tensors, projection, m, n, *numbers)
-    chain = factors.omega * factors.amplitude
+    dup, projection = _factor_gradient(gradient, up, down, read, factors, ratios, of_down=False)
+    ddown, _ = _factor_gradient(gradient.t(), down.t(), up.t(), read.t(), factors, ratios, of_down=True)
     dmagnitude = None
     if ratios is not None:
-        dmagnitude = torch.where(ratios[1] > 0, projection.sum(0) / ratios[1], 0.0)
-    return dup.sum(0).mul_(chain), ddown.sum(0).mul_(chain), dmagnitude
+        dmagnitude = torch.where(ratios[1] > 0, projection / ratios[1], 0.0)
+    return dup, ddown.t(), dmagnitude
+
+
+def _factor_gradient(
+    gradient: Tensor, own: Tensor, other: Tensor, read: Tensor, factors: SineFactors, ratios: Tensor | None, *,
+    of_down: bool
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the gradient of `own` (m, r), strided as it is, and of `up` direction . gradient (m)."""
+    (m, rank), n, dora = own.shape, other.shape[1], ratios is not None
+    variant = gradient_variant(rank, gradient.dtype, of_down=of_down, dora=dora)
+    blocks, tiles = triton.cdiv(m, variant.constants["BM"]), triton.cdiv(n, variant.constants["BN"])
+    most = max(1, min(tiles, n // (SHARE * rank)))
+    shares = min(most, triton.cdiv(4 * processors(own.device), blocks))
+    parts = torch.empty((shares, *own.t().shape) if of_down else (shares, *own.shape), device=own.device)
+    projection = torch.empty(shares, m if dora and not of_down else 0, device=own.device)
+    tensors = gradient, own, other, read, parts if ratios is None else ratios, parts, projection
+    strides = *gradient.stride(), *read.stride(), *own.stride(), *other.stride()
+    variant.launch((blocks, shares), *tensors, m, n, *strides, factors.omega, factors.amplitude)
+    total = (parts.sum(0) if shares > 1 else parts[0]).mul_(factors.omega * factors.amplitude)
+    return total.t() if of_down else total, projection.sum(0)
