@@ -42,10 +42,12 @@ def test_rows_stand_beside_their_least(parts, tmp_path):
         assert row["time"]["n"] == 2
         assert row["over_least"] == pytest.approx(row["time"]["median"] / row["least"], rel=1e-4)
         part, panel, arm = name.split("/")
-        ours = not arm.startswith(("noble-formula", "noble-official", "plain", "official", "dora", "KAT"))
+        ours = not arm.startswith(
+            ("noble-formula", "noble-official", "noble-visible", "plain", "official", "dora", "KAT")
+        )
         assert bool(row["against"]) == ours
         if part.startswith("step"):
-            assert set(row["against"]) <= {"noble-formula-r4", "noble-official-r4"}
+            assert set(row["against"]) <= {"noble-formula-r4", "noble-official-r4", "noble-visible-r4"}
             assert row["least"] > 1
         if part.startswith("call"):
             official = summary.rows[f"{part}/{panel}/official-layer-r4"]
