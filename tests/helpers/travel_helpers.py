@@ -1,9 +1,12 @@
 """Tiny models with every method, for what happens to them outside this package: their files, exported programs."""
 
+from dataclasses import replace
+
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForSeq2SeqLM
 
 import nonlinear_lowrank as nlr
+from family_helpers import FAMILIES as EVERY_FAMILY
 from model_helpers import FAMILIES, SIZES, TOKENS, batch, build, randomised
 
 _EXPERTS = {**SIZES, **TOKENS, "num_key_value_heads": 2, "num_local_experts": 3}
@@ -17,13 +20,16 @@ MODELS = {
 }
 _ALL = tuple(MODELS)
 MODELS["gpt_neox"] = (lambda: build("gpt_neox", **SIZES, intermediate_size=48), AutoModelForCausalLM)
+OWN_EXPERTS = ("llama4_text", "jetmoe", "longcat_flash", "dbrx")  # with classes of their own
+MODELS |= {name: (EVERY_FAMILY[name].build, AutoModelForCausalLM) for name in OWN_EXPERTS}
 _WITH_QKV = ("llama", "mixtral", "vit", "t5")
 _GATED = nlr.NobleConfig(rank_ratio=0.25, activation="silu", fusion="gated", up_bias=True, init="pretrained")
 ROWS = {
-    "noble": (_ALL, [nlr.NobleConfig(rank=3)]),
+    "noble": ((*_ALL, *OWN_EXPERTS), [nlr.NobleConfig(rank=3)]),
     "gated-noble": (_ALL, [_GATED]),
     "shared-noble": (_WITH_QKV, [nlr.NobleConfig(rank=3, depth=3, share_down="qkv", expert_down="shared")]),
-    "official-noble": (("llama", "mixtral"), [nlr.NobleConfig.official(rank=3, depth=3)]),
+    "shared-experts": (OWN_EXPERTS, [replace(_GATED, expert_down="shared")]),
+    "official-noble": (("llama", "mixtral", *OWN_EXPERTS), [nlr.NobleConfig.official(rank=3, depth=3)]),
     "tanh-noble": (("gpt2",), [nlr.NobleConfig(rank=4, activation="tanh", depth=1)]),
     "split-noble": (("gpt2", "gpt_neox"), [nlr.NobleConfig(rank=3, fusion="gated")]),
     "split-query": (("gpt2", "gpt_neox"), [nlr.NonlinearQueryConfig()]),

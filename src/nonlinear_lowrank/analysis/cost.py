@@ -10,7 +10,8 @@ Nothing is run and nothing is read but shapes, so a model on the meta device wil
 | plain low-rank weight       | 2 x r x (d_in + d_out)                                                   |
 | attention scores and values | 4 x sequence length x heads x head width (the full square; a causal      |
 |                             | kernel that skips its upper half computes half of it)                    |
-| experts held as 3-D tensors | 2 x the weights of those that a token goes through                       |
+| experts held as 3-D tensors | 2 x the weights of those that a token goes through; LongCat-Flash's that |
+|                             | are the identity have none: of k, k x share of those with weights count  |
 | their router                | 2 x its weights                                                          |
 | patch embedding             | 2 x its weights                                                          |
 | everything else             | 0: embeddings look up, norms and activations (rational ones too) are     |
@@ -112,7 +113,8 @@ def count_parameters(model: nn.Module, *, trainable: bool = False) -> int:
 def active_parameters(model: nn.Module) -> int | None:
     """Return the parameters that one token meets: all but those of experts that it does not go through.
 
-    None where nothing says how many experts a token goes through. Embeddings count whole, tied parameters once.
+    None where nothing says how many experts a token goes through. Embeddings count whole, tied parameters once, experts
+    that are the identity not at all (see the table of this file).
     """
     idle: dict[int, int] = {}
     for module in model.modules():
@@ -126,7 +128,7 @@ def active_parameters(model: nn.Module) -> int | None:
             # NOBLE's shared down projection, (r, d_in), may have as many rows as there are experts.
             own = each.ndim > 1 and each.shape[0] == count and not (each.ndim == 2 and name.endswith("_down"))
             if own or name in plain:
-                idle[id(each)] = each.numel() // count * (count - min(active, count))
+                idle[id(each)] = each.numel() - round(each.numel() // count * min(active, count))
     return count_parameters(model) - sum(idle.values())
 
 

@@ -1,7 +1,8 @@
 """The modeling file of a saved model: `from_pretrained(folder, trust_remote_code=True)` without this package.
 
 One readable Python file beside config.json, which names it in `auto_map`: plain formulas of the methods that the model
-uses, put together from the parts in `portable`. Files of weights are the same with and without it.
+uses, put together from the parts in `portable` and what these import of this package. Files of weights are the same
+with and without it.
 """
 
 import ast
@@ -17,13 +18,14 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from nonlinear_lowrank.methods.expert_layouts import has_own_layout
 from nonlinear_lowrank.surgery.augment import read_entry
 
 from .registration import CLASS_PREFIX, FIELD
 
 MODELING_FILE = "modeling_nonlinear_lowrank.py"
 _PARTS = f"{__package__}.portable"
+_PACKAGE = __package__.partition(".")[0]
+_CLASSES = f"{_PACKAGE}.methods.expert_classes"
 _LINE = 120
 _HEAD = '''"""{base} with {methods}, in plain PyTorch: no package but torch and transformers is needed.
 
@@ -49,12 +51,12 @@ def write_modeling_file(config: Any, base: Any, folder: str | Path) -> None:
     """Write the file into a folder for an augmented config of the plain class `base`, and set the config's `auto_map`.
 
     Nothing is written, and there is no `auto_map`, with `config.modeling_file = False`, for a backbone that
-    transformers does not have, for a method without a part, and for branches beside experts of a class of their own.
+    transformers does not have, and for a method without a part.
     """
     vars(config).pop("auto_map", None)
     entries = getattr(config, FIELD, None) or []
     models = _auto_models(base)
-    parts = [] if any(map(has_own_layout, models.values())) and _beside_experts(entries) else _parts(entries)
+    parts = _parts(entries, base.__module__.rpartition(".")[0].rpartition(".")[2])
     if not (config.modeling_file and entries and models and parts and base.__module__.startswith("transformers.")):
         return
     text = _file(config, base, models, parts, entries)
@@ -77,35 +79,40 @@ def _auto_models(base: Any) -> dict[str, Any]:
     return found
 
 
-def _beside_experts(entries: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether an entry has branches beside experts, of the classes in `methods.expert_layouts` too."""
-    places = (name.rpartition(".")[2] for entry in entries if entry["method"] == "noble" for name in entry["modules"])
-    return any(place in ("experts", "input_linear", "output_linear") for place in places)
+def _parts(entries: Iterable[Mapping[str, Any]], family: str) -> list[str]:
+    """Return modules whose text these methods need, each behind those it needs; none where a method has no part.
 
-
-def _parts(entries: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the parts for these methods, each behind those it needs; none where a method has no part."""
-    names = ["core"]
+    `family` is the model's package in transformers.
+    """
+    own_class = f"{_CLASSES}.{family}"
+    own_class = own_class if importlib.util.find_spec(own_class) else ""
+    names = [f"{_PARTS}.core"]
     for entry in entries:
-        part = entry["method"].replace("-", "_")
-        of_experts = entry["config"].get("experts") or any(
-            "expert" in name.rpartition(".")[2] for name in entry["modules"]
-        )
+        part = f"{_PARTS}.{entry['method'].replace('-', '_')}"
+        places = {name.rpartition(".")[2] for name in entry["modules"]}
+        in_linears = bool(own_class) and not places.isdisjoint(("input_linear", "output_linear"))  # JetMoe's
+        of_experts = entry["config"].get("experts") or in_linears or any("expert" in place for place in places)
         for each in (part, f"{part}_experts") if of_experts else (part,):
-            if importlib.util.find_spec(f"{_PARTS}.{each}") is None:
+            if importlib.util.find_spec(each) is None:
                 return []
             names += [*_needed(each), each]
-    names += ["split"] * any(entry.get("split") for entry in entries)
+        names += [own_class] * bool(of_experts and own_class)
+    names += [f"{_PARTS}.split"] * any(entry.get("split") for entry in entries)
     return list(dict.fromkeys(names))
 
 
 def _needed(part: str) -> list[str]:
-    found = [node.module or "" for node in _tree(part)[1].body if isinstance(node, ast.ImportFrom) and node.level]
+    imports = [node for node in _tree(part)[1].body if isinstance(node, ast.ImportFrom)]
+    found = [f"{_PARTS}.{each.module}" if each.level else str(each.module) for each in imports if _is_part(each)]
     return [name for each in found for name in (*_needed(each), each)]
 
 
+def _is_part(node: ast.ImportFrom) -> bool:
+    return bool(node.level) or str(node.module).startswith(f"{_PACKAGE}.")
+
+
 def _tree(part: str) -> tuple[str, ast.Module]:
-    source = inspect.getsource(importlib.import_module(f"{_PARTS}.{part}"))
+    source = inspect.getsource(importlib.import_module(part))
     return source, ast.parse(source)
 
 
@@ -119,7 +126,7 @@ def _file(config: Any, base: Any, models: dict[str, Any], parts: list[str], entr
             spelled = {f"{each.name} as {each.asname}" if each.asname else each.name for each in node.names}
             if isinstance(node, ast.Import):
                 direct |= spelled
-            elif not node.level:
+            elif not _is_part(node):
                 named.setdefault(str(node.module), set()).update(spelled)
         last = max((node.end_lineno or 0 for node in imports), default=0)
         bodies.append("\n".join(source.splitlines()[last:]).strip("\n"))

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nonlinear_lowrank.errors import UserError
 
-from .experts import active_experts, linear_shapes, projections
+from .experts import active_experts, expert_count, linear_shapes, projections
 from .matrix import is_plain_linear
 
 ENTRY_POINTS = "nonlinear_lowrank.methods"
@@ -164,12 +164,12 @@ class Method:
         if not self.replaces_weights:
             return None
         bias = getattr(layer, "replaced_bias", getattr(layer, "bias", None) is not None)
-        count = active = 1
+        count, active = 1, 1.0
         if projections(layer):
-            count, active, bias = layer.num_experts, active_experts(layer) or 0, layer.has_bias  # type: ignore[assignment]
+            count, active, bias = expert_count(layer), active_experts(layer) or 0, getattr(layer, "has_bias", False)
         shapes = linear_shapes(layer)
         parameters = count * sum(d_in * d_out + d_out * bias for d_in, d_out in shapes)
-        return PlainCost(parameters=parameters, flops=2 * active * sum(d_in * d_out for d_in, d_out in shapes))
+        return PlainCost(parameters=parameters, flops=round(2 * active * sum(d_in * d_out for d_in, d_out in shapes)))
 
     def added(self, modules: Mapping[str, nn.Module], config: Any) -> tuple[int, int]:
         """Return parameters and forward FLOPs per token that layers in place of these plain modules would add."""

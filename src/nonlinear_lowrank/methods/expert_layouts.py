@@ -1,13 +1,11 @@
-"""Experts that one module of transformers holds, class by class: their linears, products and forward.
+"""Experts that one module of transformers holds: their linears, products and forward.
 
-In names of tensors S is tokens x experts of a token, sorted by expert; E is the number of experts, I is d_in, O d_out.
+`expert_classes` has those of classes without transformers' `use_experts_implementation`. Both are parts of the modeling
+file (`hub.modeling_file`) too, and so import torch alone.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
-from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -36,17 +34,27 @@ class Projection(NamedTuple):
 
 
 class Layout:
-    """Experts of a class with transformers' `use_experts_implementation`."""
+    """Experts of a class with transformers' `use_experts_implementation`.
+
+    In names of tensors S is tokens x experts of a token, sorted by expert; E is the number of experts, I d_in, O d_out.
+    """
 
     def count(self, module: Any) -> int:
         """Return the number of experts with weights."""
         number: int = module.num_experts
         return number
 
+    def active(self, module: Any, of_token: int) -> float:
+        """Return how many experts with weights a token goes through, of those that the router gives it."""
+        return of_token
+
     def projections(self, module: Any) -> list[Projection]:
         """Return the linears, in the order of use; none where the module does not hold them."""
-        if known := getattr(module, "expert_projections", None):  # of a layer that has factors in their place
-            return list(known)
+        known = getattr(module, "expert_projections", None)  # of a layer that has factors in their place
+        return list(known or self.held(module))
+
+    def held(self, module: Any) -> list[Projection]:
+        """Return the linears whose parameters the module holds."""
         if not (hasattr(module, "is_transposed") and "down_proj" in module._parameters):
             return []
         found = []
@@ -55,17 +63,30 @@ class Layout:
             found.append(Projection(name, *((rows, columns) if module.is_transposed else (columns, rows))))
         return found
 
+    def matrices(self, module: Any, name: str) -> list[Tensor]:
+        """Return views (E, I, O) of the parameters of a projection, whose outputs are side by side."""
+        weight = getattr(module, name)
+        return [weight if module.is_transposed else weight.transpose(1, 2)]
+
     def linear(self, module: Any, name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
         """Return the plain experts' `Linear`."""
-        weight = getattr(module, name)
-        x_SI = x_SI.to(weight.dtype)  # grouped_mm knows no autocast
-        y_SO = grouped_product(x_SI, weight if module.is_transposed else weight.transpose(1, 2), ends_E)
-        return y_SO + getattr(module, f"{name}_bias")[expert_S] if module.has_bias else y_SO
+        weights = self.matrices(module, name)
+        x_SI = x_SI.to(weights[0].dtype)  # grouped_mm knows no autocast
+        found = [grouped_product(x_SI, each, ends_E) for each in weights]
+        y_SO = found[0] if len(found) == 1 else torch.cat(found, -1)
+        has_bias = getattr(module, "has_bias", False)
+        return y_SO + getattr(module, f"{name}_bias")[expert_S] if has_bias else y_SO
+
+    def activation(self, module: Any) -> Any:
+        """Return the activation between the linears; None where another module calls it."""
+        return getattr(module, "act_fn", None)
 
     def gate(self, module: Any, z_SO: Tensor) -> Tensor:
         """Return the second linear's input, of the first one's output."""
-        gated: Tensor = module._apply_gate(z_SO) if module.has_gate else module.act_fn(z_SO)
-        return gated
+        if hasattr(module, "has_gate"):
+            return cast(Tensor, module._apply_gate(z_SO) if module.has_gate else module.act_fn(z_SO))
+        gate, up = z_SO.chunk(2, dim=-1)
+        return cast(Tensor, self.activation(module)(gate) * up)
 
     def mlp(self, module: Any, linear: Linear, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
         """Return the output of each row's expert, (S, d)."""
@@ -101,120 +122,17 @@ class Layout:
         return torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
 
 
-class _Llama4(Layout):
-    """Llama 4's: every token comes to every expert, as zeros where the router does not send it there."""
-
-    def projections(self, module: Any) -> list[Projection]:
-        weights = ((name, module._parameters[name]) for name in ("gate_up_proj", "down_proj"))
-        return [Projection(name, *weight.shape[1:]) for name, weight in weights]
-
-    def linear(self, module: Any, name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
-        weight = getattr(module, name)
-        return grouped_product(x_SI.to(weight.dtype), weight, ends_E)
-
-    def gate(self, module: Any, z_SO: Tensor) -> Tensor:
-        gate, up = z_SO.chunk(2, dim=-1)
-        return cast(Tensor, up * module.act_fn(gate))
-
-    def forward(self, module: Any, linear: Linear, *inputs: Any) -> Tensor:
-        """(E x T, d), expert by expert -> the same shape; rows of zeros stay, which no branch may fill."""
-        (hidden_states,) = inputs
-        rows_S = hidden_states.any(-1).nonzero()[:, 0]
-        expert_S = rows_S // (len(hidden_states) // self.count(module))
-        y_SO = self.mlp(module, linear, hidden_states[rows_S], expert_S, self._ends(module, expert_S))
-        return torch.zeros_like(hidden_states).index_copy(0, rows_S, y_SO.to(hidden_states.dtype))
-
-
-class _JetMoe(Layout):
-    """JetMoe's: a module for each linear, called with rows that are sorted by expert."""
-
-    def projections(self, module: Any) -> list[Projection]:
-        return [Projection("weight", module.input_size, module.output_size)]
-
-    def linear(self, module: Any, name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
-        weight = getattr(module, name)
-        return grouped_product(x_SI.to(weight.dtype), weight.transpose(1, 2), ends_E)
-
-    def forward(self, module: Any, linear: Linear, *inputs: Any) -> Tensor:
-        """(S, I), and the number of rows of each expert -> (S, O)."""
-        x_SI, sizes = inputs
-        numbers_E = torch.arange(len(sizes), device=x_SI.device)
-        expert_S = numbers_E.repeat_interleave(torch.tensor(sizes, device=x_SI.device), output_size=len(x_SI))
-        ends_E = torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=x_SI.device)
-        return linear("weight", x_SI, expert_S, ends_E)
-
-
-class _LongcatFlash(Layout):
-    """LongCat-Flash's: experts behind those with weights are the identity, and `gate_up_proj` has rows for them too."""
-
-    def count(self, module: Any) -> int:
-        number: int = module.num_routed_experts
-        return number
-
-    def projections(self, module: Any) -> list[Projection]:
-        weights = ((name, module._parameters[name]) for name in ("gate_up_proj", "down_proj"))
-        return [Projection(name, *weight.shape[:0:-1]) for name, weight in weights if weight is not None]
-
-    def linear(self, module: Any, name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
-        weight = getattr(module, name)
-        return grouped_product(x_SI.to(weight.dtype), weight[: self.count(module)].transpose(1, 2), ends_E)
-
-    def gate(self, module: Any, z_SO: Tensor) -> Tensor:
-        gate, up = z_SO.chunk(2, dim=-1)
-        return cast(Tensor, module.act_fn(gate) * up)
-
-    def mlp(self, module: Any, linear: Linear, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
-        routed = int(ends_E[-1])
-        y_SO = super().mlp(module, linear, x_SI[:routed], expert_S[:routed], ends_E)
-        return torch.cat([y_SO, x_SI[routed:].to(y_SO.dtype)])
-
-
-class _Dbrx(Layout):
-    """DBRX's: its child `mlp` has w1 (gate), v1 (up) and w2 (down), each (E x f, d)."""
-
-    def projections(self, module: Any) -> list[Projection]:
-        width, hidden = module.hidden_size, module.ffn_hidden_size
-        return [Projection("mlp.w1", width, 2 * hidden, ("mlp.v1",)), Projection("mlp.w2", hidden, width)]
-
-    def linear(self, module: Any, name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
-        own = next(each for each in self.projections(module) if each.name == name)
-        weights = [attrgetter(each)(module).unflatten(0, (module.num_experts, -1)) for each in own.parameters]
-        x_SI = x_SI.to(weights[0].dtype)
-        if name == "mlp.w2":
-            return grouped_product(x_SI, weights[0], ends_E)
-        return torch.cat([grouped_product(x_SI, each.transpose(1, 2), ends_E) for each in weights], -1)
-
-    def gate(self, module: Any, z_SO: Tensor) -> Tensor:
-        gate, up = z_SO.chunk(2, dim=-1)
-        return cast(Tensor, module.mlp.activation_fn(gate) * up)
-
-    def forward(self, module: Any, linear: Linear, *inputs: Any) -> Tensor:
-        """See `Layout.forward`; hidden states are (..., d)."""
-        hidden_states, *routing = inputs
-        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-        return super().forward(module, linear, flat, *routing).view(hidden_states.shape)
-
-
 COMMON = Layout()
-_OWN: dict[str, Layout] = {
-    "Llama4TextExperts": _Llama4(),
-    "JetMoeParallelExperts": _JetMoe(),
-    "LongcatFlashExperts": _LongcatFlash(),
-    "DbrxExperts": _Dbrx(),
-}
+LAYOUTS: dict[str, Layout] = {}
+"""By the name of a class of transformers that has a layout of its own."""
 
 
 def layout_of(module: nn.Module) -> Layout:
     """Return the layout of a module's class: its own, or the common one, whose `projections` may be none."""
-    for each in type(module).__mro__:
-        if each.__name__ in _OWN and each.__module__.startswith("transformers."):
-            return _OWN[each.__name__]
+    for each in getattr(module, "experts_class", type(module)).__mro__:
+        if each.__name__ in LAYOUTS and each.__module__.startswith("transformers."):
+            return LAYOUTS[each.__name__]
     return COMMON
-
-
-def has_own_layout(model_class: type) -> bool:
-    """Return whether a class of models is defined beside experts with a layout of their own."""
-    return not _OWN.keys().isdisjoint(vars(sys.modules[model_class.__module__]))
 
 
 def grouped_product(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
@@ -254,6 +172,6 @@ def _rows_of_experts(module: Any, ends_E: Tensor) -> Iterator[None]:
 
 def with_tensors_of_experts(experts: Any) -> list[Any]:
     """Return the modules of the experts' activation that have tensors for each expert."""
-    activation = getattr(experts, "act_fn", None)
+    activation = layout_of(experts).activation(experts)
     found = activation.modules() if isinstance(activation, nn.Module) else ()
     return [each for each in found if getattr(each, "num_experts", None) is not None]

@@ -1,4 +1,4 @@
-"""Experts that transformers holds as 3-D parameters, of any class in `expert_layouts`, and layers in their place.
+"""Experts that transformers holds as 3-D parameters, of any class in `expert_classes` too, and layers in their place.
 
 In names of tensors S is tokens x experts of a token, sorted by expert; E is the number of experts, I is d_in, O d_out.
 """
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
 
+from . import expert_classes  # noqa: F401  # registers them
 from .expert_layouts import COMMON, Linear, Projection, layout_of, with_tensors_of_experts
 from .matrix import linear_shape, replace_modules
 
@@ -43,18 +44,26 @@ def first_integer(sources: Iterable[Any], names: Iterable[str]) -> int | None:
     return next((each for each in values if isinstance(each, int) and not isinstance(each, bool)), None)
 
 
-def active_experts(module: Any, model: Any = None) -> int | None:
-    """Return how many experts a token goes through; None where neither the module nor a config says it."""
+def active_experts(module: Any, model: Any = None) -> float | None:
+    """Return how many experts with weights a token goes through, on average; None where nothing says it.
+
+    Told by the module or a config. No integer where some experts are the identity (LongCat-Flash).
+    """
+    of_token = _experts_of_token(module, model)
+    return None if of_token is None else layout_of(module).active(module, of_token)
+
+
+def _experts_of_token(module: Any, model: Any = None) -> int | None:
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return first_integer((module, getattr(module, "config", None), text, getattr(text, "ffn_config", None)), _ACTIVE)
 
 
 def note_active_experts(model: nn.Module) -> None:
-    """Write the model's `active_experts` on modules that do not say it: methods count by a module alone."""
+    """Write what a config says for `active_experts` on modules that do not: methods count by a module alone."""
     for module in model.modules():
-        if projections(module) and active_experts(module) is None and (active := active_experts(module, model)):
-            module.num_experts_per_tok = active  # type: ignore[assignment]
+        if projections(module) and _experts_of_token(module) is None and (own := _experts_of_token(module, model)):
+            module.num_experts_per_tok = own  # type: ignore[assignment]
 
 
 def plain_linear(module: Any, name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:

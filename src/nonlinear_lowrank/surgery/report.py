@@ -133,8 +133,9 @@ def _expert_flops(module: nn.Module, model: Any) -> int:
     """Return the FLOPs of the experts that a token goes through; 0 where nothing says how many."""
     if (active := active_experts(module, model)) is None:
         return 0
-    flops = 0
-    for each in expert_tensors(module).values():
-        count = each.shape[0] if each.ndim == 3 else expert_count(module)
-        flops += 2 * min(active, count) * (each.numel() // count)
-    return flops
+    flops = 0.0
+    for each in expert_tensors(module).values():  # LongCat-Flash has rows for experts that are the identity too
+        held = each.shape[0] if each.ndim == 3 else expert_count(module)
+        count = expert_count(module) if projections(module) else held
+        flops += 2 * min(active, count) * (each.numel() // held)
+    return round(flops)

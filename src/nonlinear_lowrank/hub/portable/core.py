@@ -18,9 +18,6 @@ class Layer:
 Put = Callable[[nn.Module, list[str], dict[str, Any]], None]
 METHODS: dict[str, Put] = {}
 """By the name of a method in config.json: puts its layers into a plain model, (model, names of modules, settings)."""
-EXPERT_LAYERS: dict[str, Callable[[Any, dict[str, Any]], nn.Module]] = {}
-"""By the same name: builds its layer in place of experts that one module holds, (experts, settings)."""
-
 SPLITS: list[Callable[[nn.Module, dict[str, Any]], None]] = []
 """Splits the fused projections of a row that a method's entry in config.json has under "split", (model, row)."""
 
@@ -52,7 +49,7 @@ class AugmentedModel:
                 split(self, row)  # type: ignore[arg-type]
         places = [names_here(self, entry["modules"]) for entry in entries]  # all before any: some go around others
         for entry, names in zip(entries, places, strict=True):
-            _put(self, entry["method"], names, entry["config"])
+            METHODS[entry["method"]](self, names, entry["config"])  # type: ignore[arg-type]
         if not any(parameter.is_meta for parameter in self.parameters()):  # type: ignore[attr-defined]
             _draw(list(_layers(self)))
 
@@ -92,14 +89,6 @@ def _draw(layers: list[Any]) -> None:
     for layer in layers:
         layer.reset_parameters()
         layer._is_hf_initialized = True
-
-
-def _put(model: Any, method: str, names: list[str], settings: dict[str, Any]) -> None:
-    modules = {name: model.get_submodule(name) for name in names}
-    experts = [name for name, each in modules.items() if hasattr(each, "is_transposed") and hasattr(each, "down_proj")]
-    if experts:
-        replace(model, experts, lambda name, module: EXPERT_LAYERS[method](module, settings))
-    METHODS[method](model, [name for name in names if name not in experts], settings)
 
 
 def _layers(model: Any) -> Iterator[Any]:

@@ -1,5 +1,6 @@
 """NOBLE branches beside experts."""
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -7,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .core import EXPERT_LAYERS, Layer, wide
-from .experts import SortedExperts, experts_forward, grouped_product, plain_product, projections, subclass_of
+from nonlinear_lowrank.methods.expert_layouts import Projection, grouped_product, layout_of
+
+from .core import Layer, wide
+from .experts import SortedExperts, subclass_of, take_experts
 from .noble import NOBLE_ACTIVATIONS, draw_bias, draw_mix, noble_rank, noble_scale
 
 
@@ -16,20 +19,21 @@ class NobleExperts(Layer, SortedExperts):
     """Experts with a branch for each of them and each of their linears; formula and settings of `NobleBranch`.
 
     Tensors, of E experts: noble_in_down (E, r, d_in), or (r, d_in) with expert_down="shared", noble_in_up
-    (E, d_out, r), ... beside gate and up, noble_out_down, ... beside the down projection.
+    (E, d_out, r), ... beside gate and up, noble_out_down, ... beside the down projection, where there are two.
     """
 
     noble: dict[str, Any]
 
-    def ends(self) -> list[tuple[str, str, int, int]]:
-        """Return ("in" or "out", parameter, d_in, d_out) of both linears."""
-        return [(end, *each) for end, each in zip(("in", "out"), projections(self), strict=True)]
+    def ends(self) -> list[tuple[str, Projection]]:
+        """Return "in" and "out" with their linears, or the first alone."""
+        return list(zip(("in", "out"), layout_of(self).projections(self), strict=False))
 
     def take(self, settings: dict[str, Any]) -> None:
         """Take the settings and make the tensors."""
         experts: Any = self
-        self.noble, count, depth = settings, experts.num_experts, settings["depth"]
-        for end, _, d_in, d_out in self.ends():
+        self.noble, count, depth = settings, layout_of(self).count(experts), settings["depth"]
+        for end, (parameter, d_in, d_out, _) in self.ends():
+            like: Tensor = attrgetter(parameter)(experts)
             r = noble_rank(settings, d_in, d_out)
             down = (r, d_in) if settings["expert_down"] == "shared" else (count, r, d_in)
             shapes: dict[str, tuple[int, ...]] = {"down": down, "up": (count, d_out, r)}
@@ -40,15 +44,17 @@ class NobleExperts(Layer, SortedExperts):
             shapes |= {"up_bias": (count, d_out)} if settings["up_bias"] else {}
             shapes |= {"fusion": (count,)} if settings["fusion"] == "gated" else {}
             for name, shape in shapes.items():
-                self.register_parameter(f"noble_{end}_{name}", nn.Parameter(experts.down_proj.new_empty(shape)))
+                self.register_parameter(f"noble_{end}_{name}", nn.Parameter(like.new_empty(shape)))
 
     def reset_parameters(self) -> None:
         """Draw as `NobleBranch` does, with the fans of one expert."""
         settings, scratch = self.noble, self.noble["init"] != "pretrained"
-        for end, parameter, d_in, d_out in self.ends():
-            r, own = noble_rank(settings, d_in, d_out), dict(self.named_parameters(recurse=False))
+        for end, each in self.ends():
+            parameter, d_in, d_out, _ = each
+            r, own = noble_rank(settings, d_in, d_out), dict(self.named_parameters())
             if scratch:
-                init.normal_(own[parameter], std=settings["dense_scale"] / d_in**0.5)
+                for plain in each.parameters:
+                    init.normal_(own[plain], std=settings["dense_scale"] / d_in**0.5)
                 if f"{parameter}_bias" in own:
                     init.zeros_(own[f"{parameter}_bias"])
             for name, tensor in own.items():
@@ -68,15 +74,15 @@ class NobleExperts(Layer, SortedExperts):
                 elif kind in ("up_bias", "fusion"):
                     init.zeros_(tensor)
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """(T, d), (T, k), (T, k) -> (T, d)."""
-        ends = {parameter: end for end, parameter, *_ in self.ends()}
+    def forward(self, *inputs: Any) -> Tensor:
+        """Return the output for the experts' inputs, mostly (T, d), (T, k), (T, k) -> (T, d)."""
+        layout, ends = layout_of(self), {each.name: end for end, each in self.ends()}
 
         def linear(name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
-            dense = plain_product(self, name, x_SI, expert_S, ends_E)
+            dense = layout.linear(self, name, x_SI, expert_S, ends_E)
             return self._joined(ends[name], dense, x_SI.to(dense.dtype), expert_S, ends_E)
 
-        return experts_forward(self, linear, hidden_states, top_k_index, top_k_weights)
+        return layout.forward(self, linear, *inputs)
 
     def _joined(self, end: str, dense: Tensor, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
         settings = self.noble
@@ -114,4 +120,4 @@ def noble_experts(experts: Any, settings: dict[str, Any]) -> nn.Module:
     return layer
 
 
-EXPERT_LAYERS["noble"] = noble_experts
+take_experts("noble", noble_experts)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .core import EXPERT_LAYERS, METHODS, Layer, keeping_float32, wide
+from .core import METHODS, Layer, keeping_float32, wide
 
 RATIONAL_FITS: dict[Any, tuple[list[float], list[float]]] = {}
 """Numerator and denominator that stand for an activation, by (activation, form, degrees, range)."""
@@ -109,16 +109,13 @@ def _polynomial(coefficients: Tensor, x: Tensor) -> Tensor:
     return value
 
 
-def put_rational(model: Any, names: list[str], settings: dict[str, Any]) -> None:
+def put_rational(model: Any, names: list[str], settings: dict[str, Any], build: Any = RationalActivation) -> None:
     """Put rational functions in the place of activations, one in each place."""
     for name in names:
         path, _, child = name.rpartition(".")
         parent = model.get_submodule(path)
         near = next((each for each in (*parent.parameters(), *model.parameters())), torch.empty(0))
-        build: Any = EXPERT_LAYERS["rational"] if settings.get("experts") else RationalActivation
         setattr(parent, child, build(settings, near.device).train(model.training))
-        if settings.get("experts"):
-            getattr(parent, child).sort_rows(model, path)
 
 
 METHODS["rational"] = put_rational

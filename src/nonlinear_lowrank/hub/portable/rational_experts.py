@@ -2,27 +2,36 @@
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from .core import EXPERT_LAYERS
+from .core import METHODS
 from .experts import sort_rows
-from .rational import RationalActivation
+from .rational import RationalActivation, put_rational
 
 
 class RationalOfExperts(RationalActivation):
     """`RationalActivation` with coefficients for each of E experts, (E, G, .): rows (S, channels), sorted by expert."""
 
-    expert_of_row: Any = None
-    """(S), told by the experts before every call."""
+    expert_ends: Any = None
+    """Where the rows of each end, told by the experts for every call."""
+
+    def __init__(self, settings: dict[str, Any], device: Any) -> None:
+        super().__init__(settings, device)
+        self.num_experts = settings["experts"]
 
     def forward(self, x: Tensor) -> Tensor:
         """(S, channels) -> the same."""
-        rows = self.expert_of_row
-        return self.evaluate(x, self.rational_numerator[rows], self.rational_denominator[rows])
-
-    def sort_rows(self, model: Any, experts: str) -> None:
-        """Make the experts around this activation tell it the rows."""
-        sort_rows(model, [experts])
+        ends_E = torch.tensor(self.expert_ends, device=x.device)
+        expert_S = (torch.arange(x.shape[0], device=x.device)[:, None] >= ends_E).sum(1)
+        return self.evaluate(x, self.rational_numerator[expert_S], self.rational_denominator[expert_S])
 
 
-EXPERT_LAYERS["rational"] = RationalOfExperts
+def put_rational_experts(model: nn.Module, names: list[str], settings: dict[str, Any]) -> None:
+    """Put rational functions in the place of activations, those of experts too."""
+    put_rational(model, names, settings, RationalOfExperts if settings.get("experts") else RationalActivation)
+    for name in names if settings.get("experts") else ():
+        sort_rows(model, name.rpartition(".")[0])
+
+
+METHODS["rational"] = put_rational_experts

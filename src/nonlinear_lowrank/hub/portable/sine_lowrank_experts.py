@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .core import EXPERT_LAYERS, Layer, keeping_float32, with_state
-from .experts import SortedExperts, experts_forward, grouped_product, projections
+from nonlinear_lowrank.methods.expert_layouts import Projection, grouped_product, layout_of
+
+from .core import Layer, keeping_float32, with_state
+from .experts import SortedExperts, take_experts
 from .sine_lowrank import draw_sine_factor, sine_weight
 
 
@@ -20,36 +22,37 @@ class SineExperts(Layer, SortedExperts):
     """
 
     float32 = ("sine_in_up", "sine_in_down", "sine_out_up", "sine_out_down")
-    expert_projections: list[Any]
+    expert_projections: list[Projection]
     sine: dict[str, Any]
     experts_class: Any
 
     def take(self, settings: dict[str, Any], plain: Any) -> None:
         """Take settings, and factors in the place of the experts' weights."""
-        self.sine, self.experts_class, self.expert_projections = settings, type(plain), projections(plain)
+        self.sine, self.experts_class = settings, type(plain)
+        self.expert_projections = layout_of(plain).projections(plain)
         like: Tensor = plain.down_proj
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        for end, parameter, d_in, d_out in self.ends():
+        for end, (parameter, d_in, d_out, _) in self.ends():
             del self._parameters[parameter]
             for side, shape in (("up", (d_out, settings["rank"])), ("down", (settings["rank"], d_in))):
                 factor = torch.empty(plain.num_experts, *shape, device=like.device, dtype=dtype)
                 self.register_parameter(f"sine_{end}_{side}", nn.Parameter(factor))
 
-    def ends(self) -> list[tuple[str, str, int, int]]:
-        """Return ("in" or "out", parameter, d_in, d_out) of both linears."""
-        return [(end, *each) for end, each in zip(("in", "out"), self.expert_projections, strict=True)]
+    def ends(self) -> list[tuple[str, Projection]]:
+        """Return "in" and "out" with their linears."""
+        return list(zip(("in", "out"), self.expert_projections, strict=True))
 
     def reset_parameters(self) -> None:
         """Draw as `SineLowRankLinear` does."""
-        for end, parameter, d_in, _ in self.ends():
+        for end, (parameter, d_in, *_) in self.ends():
             draw_sine_factor(getattr(self, f"sine_{end}_up"), self.sine["rank"], self.sine)
             draw_sine_factor(getattr(self, f"sine_{end}_down"), d_in, self.sine)
             if (bias := getattr(self, f"{parameter}_bias", None)) is not None:
                 init.zeros_(bias)
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """(T, d), (T, k), (T, k) -> (T, d)."""
-        ends = {parameter: end for end, parameter, *_ in self.ends()}
+    def forward(self, *inputs: Any) -> Tensor:
+        """Return the output for the experts' inputs, mostly (T, d), (T, k), (T, k) -> (T, d)."""
+        ends = {each.name: end for end, each in self.ends()}
 
         def linear(name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
             up, down = (getattr(self, f"sine_{ends[name]}_{side}") for side in ("up", "down"))
@@ -58,7 +61,7 @@ class SineExperts(Layer, SortedExperts):
             bias = getattr(self, f"{name}_bias", None)
             return y if bias is None else y + bias[expert_S].to(y.dtype)
 
-        return experts_forward(self, linear, hidden_states, top_k_index, top_k_weights)
+        return layout_of(self).forward(self, linear, *inputs)
 
     def _apply_gate(self, z: Tensor) -> Tensor:
         gated: Tensor = self.experts_class._apply_gate(self, z)
@@ -76,4 +79,4 @@ def sine_experts(experts: Any, settings: dict[str, Any]) -> nn.Module:
     return layer
 
 
-EXPERT_LAYERS["sine-lowrank"] = sine_experts
+take_experts("sine-lowrank", sine_experts)

@@ -412,7 +412,7 @@ def _roles(layer: Any, shape: tuple[int, int]) -> Iterator[tuple[str, Role]]:
 def _expert_flops(experts: nn.Module, config: NobleConfig) -> int:
     """Return the forward FLOPs per token of branches beside the experts that a token goes through."""
     products = sum(_products(*shape, config, True) for shape in linear_shapes(experts))
-    return 2 * (active_experts(experts) or 0) * products
+    return round(2 * (active_experts(experts) or 0) * products)
 
 
 def _products(d_in: int, d_out: int, config: NobleConfig, has_down: bool) -> int:

@@ -242,7 +242,7 @@ class SineLowRankMethod(Method):
             return 0
         shapes, active = linear_shapes(layer), active_experts(layer) if isinstance(layer, SineExperts) else 1
         saved = sum(layer.sine_config.rank * (d_in + d_out) - d_in * d_out for d_in, d_out in shapes)
-        return 2 * (active or 0) * saved
+        return round(2 * (active or 0) * saved)
 
     @torch.no_grad()
     def optimize(self, model: nn.Module, *, shared_inputs: bool, quantized: bool) -> bool:
