@@ -2,7 +2,8 @@
 
 `noble-formula` is `noble_linear_reference` through autograd. `noble-official` is the layer of the authors' release as
 docs/noble.md and `methods.noble.checkpoint` describe it, less its biases: it is written like this there, product by
-product, and autograd saves what it will.
+product, and autograd saves what it will. `noble-visible` is the plain formula with its bottleneck recomputed in backward
+by `torch.utils.checkpoint`: it saves what our operator saves, and the compiler sees and fuses all of it.
 """
 
 from collections.abc import Callable
@@ -12,9 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from nonlinear_lowrank.methods.noble import NobleLinear
-from nonlinear_lowrank.methods.noble.op import noble_linear_reference
+from nonlinear_lowrank.methods.noble.op import bottleneck, noble_linear_reference
 
 
 def formula(layer: Any, x: Tensor) -> Tensor:
@@ -32,7 +34,18 @@ def official(layer: Any, x: Tensor) -> Tensor:
     return main + F.linear(h, layer.noble_up)
 
 
-FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {"noble-formula": formula, "noble-official": official}
+def visible(layer: Any, x: Tensor) -> Tensor:
+    """(..., d_in) -> (..., d_out), x and h saved alone."""
+    branch = layer.branch()
+    u = checkpoint(bottleneck, F.linear(x, branch.down), branch, use_reentrant=False, preserve_rng_state=False)
+    return layer.dense(x) + F.linear(u, branch.up)
+
+
+FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "noble-formula": formula,
+    "noble-official": official,
+    "noble-visible": visible,
+}
 
 
 def put_rival(model: nn.Module, name: str) -> nn.Module:

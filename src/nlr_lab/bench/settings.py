@@ -14,7 +14,7 @@ Mode = Literal["eager", "compiled", "graphs"]
 Operator = Literal["noble", "sine", "rational", "gated"]
 Kernels = Literal["cosnet", "rational", "sine"]
 Parts = Literal["step-512", "step-256", "step-128", "call-64", "call-256", "decode-512", "rational", "adapters-512"]
-RIVALS = ("noble-formula", "noble-official")
+RIVALS = ("noble-formula", "noble-official", "noble-visible")
 """NOBLE computed otherwise, see `rivals`."""
 _OF_NOBLE = ("activation", "depth", "fusion", "share_down", "fuse_shared_inputs")
 
@@ -191,8 +191,8 @@ class ModelBenchConfig(BenchConfig):
     """glm: gate and up projection in one linear, GELU. llama: two linears, SiLU."""
     methods: tuple[str, ...] = ("noble",)
     """Over the plain model, all of it trained: noble, sine-lowrank, nonlinear-query, qk-norm, rational, lora, and
-    NOBLE by its plain formula (noble-formula) and as the authors' layer computes it (noble-official). Over LoRA: dora,
-    sine-lora, sine-dora, peanut, noble-adapter, nora, nora++."""
+    NOBLE by its plain formula (noble-formula), as the authors' layer computes it (noble-official), and recomputed in
+    the compiler's sight (noble-visible). Over LoRA: dora, sine-lora, sine-dora, peanut, noble-adapter, nora, nora++."""
     activation: Literal["cosine", "tanh", "leaky_relu", "gelu", "silu"] = "cosine"
     """NOBLE's bottleneck."""
     depth: int = 2
