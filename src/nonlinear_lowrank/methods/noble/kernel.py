@@ -175,10 +175,10 @@ def _variant(
     return Variant(name, kernel, constants, warps, stages, products)
 
 
-def _tiled(name: str, kernel: Any, rank: int, dtype: torch.dtype) -> Variant:
-    block = min(power_of_2(rank, 16), 128)
+def _tiled(name: str, kernel: Any, rank: int, dtype: torch.dtype, widest: int = 128) -> Variant:
+    block = min(power_of_2(rank, 16), widest)
     shape = {"BT": 64, "BN": block, "BK": min(block, 64 if dtype != torch.float32 else 32)}
-    return _variant(name, kernel, rank, dtype, shape, 4 if block < 128 else 8, 2, 1)
+    return _variant(name, kernel, rank, dtype, shape, 4 if block < widest else 8, 2, 1)
 
 
 def forward_variant(rank: int, dtype: torch.dtype) -> Variant:
@@ -199,9 +199,10 @@ def backward_variants(rank: int, dtype: torch.dtype) -> list[Variant]:
         # Above 64 M's gradient leaves registers for 16 rows only; 32 spill.
         shape = {"BT": 64 if rank <= 64 else 16, "BN": power_of_2(rank, 16)}
         return [_variant("cosnet backward", backward_kernel, rank, dtype, shape, 8 if rank > 32 else 4, 1, 3)]
+    # Two programs fit a multiprocessor. In narrower blocks of columns `outer` would make c1 more often.
     return [
         _tiled("cosnet backward, outer", outer_kernel, rank, dtype),
-        _tiled("cosnet backward, inner", inner_kernel, rank, dtype),
+        _tiled("cosnet backward, inner", inner_kernel, rank, dtype, widest=64),
     ]
 
 
