@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from nlr_lab.bench.all import PARTS, bench_all
-from nlr_lab.bench.settings import AllBenchConfig, Parts
+from nlr_lab.bench.settings import RIVALS, AllBenchConfig, Parts
 from nonlinear_lowrank.errors import UserError
 
 TINY = AllBenchConfig(tiny=True, rounds=2, warmup=1, clock="wall")
@@ -47,7 +47,7 @@ def test_rows_stand_beside_their_least(parts, tmp_path):
         )
         assert bool(row["against"]) == ours
         if part.startswith("step"):
-            assert set(row["against"]) <= {"noble-formula-r4", "noble-official-r4", "noble-visible-r4"}
+            assert set(row["against"]) <= {f"{rival}-r4" for rival in RIVALS}
             assert row["least"] > 1
         if part.startswith("call"):
             official = summary.rows[f"{part}/{panel}/official-layer-r4"]
