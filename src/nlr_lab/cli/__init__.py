@@ -5,6 +5,7 @@ COMMANDS = {
     "finetune": ("finetune RECIPE", "tune a pretrained model: an adapter, its head, or all of it"),
     "fit": ("fit RECIPE", "fit a coordinate network: an image, a shape, a scene"),
     "compare": ("compare RECIPE", "train baselines and methods on the same batches; table, picture, report"),
+    "scale": ("scale", "a ladder of sizes: compare at each, fit laws, foretell the next size"),
     "evaluate": ("evaluate CHECKPOINT", "perplexity, bits per byte, lm-eval tasks, MMLU, commonsense"),
     "generate": ("generate CHECKPOINT", "continue a prompt, or draw images"),
     "inspect": ("inspect MODEL", "parameters, FLOPs and saved activations by layer, without building the model"),

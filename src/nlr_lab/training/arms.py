@@ -28,6 +28,7 @@ from nonlinear_lowrank.validation import check_choice, check_number
 from .experts import Experts
 from .methods import TUNINGS, ArmKind, Augmented, Function, WideMlp, as_text, read_value
 from .recipe import Optimizer, Recipe
+from .rivals import Cola, Sltrain
 
 # What a short form says of the whole arm, and what are names also where they look like a number.
 _WHOLE = ("name", "dense_init", "lr", "qk_norm", "optimizer", "grid")
@@ -40,6 +41,8 @@ _KINDS: tuple[ArmKind, ...] = (
     *(Augmented(method, *control) for method in all_methods().values() for control in method.controls.items()),
     WideMlp(),
     Experts(),
+    Cola(),
+    Sltrain(),
     *TUNINGS,
 )
 ARM_METHODS: dict[str, ArmKind] = {kind.name: kind for kind in _KINDS}

@@ -1,0 +1,1 @@
+"""Ladders of comparisons: widths x tokens a parameter x arms, fits over them, and predictions of the next size."""

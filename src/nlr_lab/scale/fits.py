@@ -1,0 +1,172 @@
+"""Power laws over the rungs: of the loss in training FLOPs, and of the best learning rate in the width.
+
+`loss = E + A C^-b`: for each E of a grid below the least loss, log(loss - E) is a line in log C; the E with the least
+squared error of the losses is taken. Two sizes do not tell E, which is then 0. Intervals are 95 %, of a bootstrap over
+seeds: in each rung all arms draw the same seeds, and deviations are widened by sqrt(n / (n - 1)), as few seeds
+understate their spread. They know nothing of a law that bends.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from nlr_lab.compare.trial import tidy
+
+DRAWS = 2000
+_FLOORS = 400  # values of E that are tried, from 0 to the least loss
+_LEVELS = (2.5, 97.5)
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """A number with its 95 % interval; none where no rung has two seeds."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def holds(self, value: float) -> bool | None:
+        """Return whether a value lies within; None without an interval."""
+        return None if self.low is None or self.high is None else self.low <= value <= self.high
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Laws:
+    """Laws of several arms over the same rungs.
+
+    Args:
+        compute: arm -> training FLOPs of each rung (R,).
+        losses: arm -> final losses of each rung, by seed, R arrays (n,); seeds in the same order in all arms.
+        seed: of the bootstrap.
+    """
+
+    def __init__(self, compute: Mapping[str, Array], losses: Mapping[str, Sequence[Array]], seed: int = 0) -> None:
+        self.compute, self.losses = compute, losses
+        counts = [len(each) for each in next(iter(losses.values()))]
+        rng = np.random.default_rng(seed)
+        self._spread = min(counts) > 1
+        self._picks = [rng.integers(0, n, (DRAWS, n)) for n in counts]
+        # The noise of a rung to come: that of one of these rungs.
+        self._future = rng.integers(0, len(counts), DRAWS), rng.random((DRAWS, max(counts)))
+
+    @property
+    def rungs(self) -> int:
+        """Return R."""
+        return len(next(iter(self.compute.values())))
+
+    @property
+    def form(self) -> str:
+        """The law that is fitted."""
+        return "E + A C^-b" if self.rungs > 2 else "A C^-b"
+
+    def fits(self, arm: str) -> dict[str, Interval]:
+        """Return E, A and b of an arm; A is the loss above E at the FLOPs of its first rung, and C counts these."""
+        E, A, b = _fit(self._scaled(arm), self._drawn(arm))
+        return {name: self._interval(values) for name, values in (("E", E), ("A", A), ("b", b))}
+
+    def predict(self, arm: str, compute: float, other: tuple[str, float] | None = None) -> Interval:
+        """Return the mean loss of as many seeds as the rungs have, at so many FLOPs; less another arm's at its own."""
+        values = self._predicted(arm, compute)
+        return self._interval(values if other is None else values - self._predicted(*other))
+
+    def multiplier(self, arm: str, reference: str) -> Interval:
+        """Return the FLOPs at which the reference's law has the arm's loss at its largest rung, over the arm's FLOPs.
+
+        Above the reference's own FLOPs it is an extrapolation; infinite where the law never comes down to that loss.
+        """
+        E, A, b = _fit(self._scaled(reference), self._drawn(reference))
+        above = self._drawn(arm)[:, -1] - E
+        with np.errstate(all="ignore"):
+            needed = np.where(above > 0, (A / np.maximum(above, 1e-300)) ** (1 / b), np.inf)
+        return self._interval(needed * self.compute[reference][0] / self.compute[arm][-1])
+
+    def _scaled(self, arm: str) -> Array:
+        return np.log(self.compute[arm] / self.compute[arm][0])
+
+    def _drawn(self, arm: str) -> Array:
+        """Mean losses (1 + DRAWS, R), the first row of all seeds."""
+        columns = []
+        for losses, picks in zip(self.losses[arm], self._picks, strict=True):
+            mean, n = losses.mean(), len(losses)
+            drawn = mean + math.sqrt(n / max(1, n - 1)) * (losses[picks].mean(1) - mean)
+            columns.append(np.concatenate([[mean], drawn]))
+        return np.stack(columns, 1)
+
+    def _predicted(self, arm: str, compute: float) -> Array:
+        E, A, b = _fit(self._scaled(arm), self._drawn(arm))
+        found = E + A * (compute / self.compute[arm][0]) ** -b
+        rungs, seeds = self._future
+        noise = np.zeros(DRAWS)
+        for index, losses in enumerate(self.losses[arm]):
+            n, mine = len(losses), rungs == index
+            apart = math.sqrt(n / max(1, n - 1)) * (losses - losses.mean())
+            noise[mine] = apart[(seeds[mine, :n] * n).astype(int)].mean(1)
+        return found + np.concatenate([[0.0], noise])
+
+    def _interval(self, values: Array) -> Interval:
+        if not self._spread:
+            return Interval(value=float(values[0]))
+        low, high = np.percentile(values[1:], _LEVELS, method="nearest")
+        return Interval(value=float(values[0]), low=float(low), high=float(high))
+
+
+def _fit(x: Array, losses: Array) -> tuple[Array, Array, Array]:
+    """Return E, A and b (draws,) of losses (draws, R) over x = log C (R,)."""
+    shares = np.linspace(0, 1, _FLOORS, endpoint=False) if len(x) > 2 else np.zeros(1)
+    floors = losses.min(1, keepdims=True) * shares  # (draws, floors)
+    y = np.log(losses[:, None] - floors[..., None])  # (draws, floors, R)
+    centred = x - x.mean()
+    slope = (y @ centred) / (centred @ centred)
+    start = y.mean(-1) - slope * x.mean()
+    errors = ((floors[..., None] + np.exp(start[..., None] + slope[..., None] * x) - losses[:, None]) ** 2).sum(-1)
+    best = errors.argmin(1)
+    rows = np.arange(len(losses))
+    return floors[rows, best], np.exp(start[rows, best]), -slope[rows, best]
+
+
+# --- learning rates --------------------------------------------------------------------------------------------------
+
+
+def best_rate(tried: Sequence[tuple[float, float | None]]) -> float | None:
+    """Return the least of a parabola through the best (learning rate, loss) and its neighbours on the log scale.
+
+    The best itself where it has no two neighbours; None where every run diverged.
+    """
+    known = sorted((rate, loss) for rate, loss in tried if loss is not None)
+    if not known:
+        return None
+    best = min(range(len(known)), key=lambda index: known[index][1])
+    if not 0 < best < len(known) - 1:
+        return known[best][0]
+    (x0, y0), (x1, y1), (x2, y2) = ((math.log(rate), loss) for rate, loss in known[best - 1 : best + 2])
+    left, right = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
+    if right <= left:
+        return known[best][0]
+    lowest = (x0 + x1) / 2 - left * ((x2 - x0) / 2) / (right - left)
+    return math.exp(min(max(lowest, x0), x2))
+
+
+def transfer(known: Sequence[tuple[int, float]], width: int) -> dict[str, float] | None:
+    """Return the learning rate of a width by a power law through those of others, with its exponent and constant.
+
+    At most a factor of two from the rate of the nearest width: two widths close together tell little of the exponent.
+    None where fewer than two widths are known.
+    """
+    if len({each for each, _ in known}) < 2:
+        return None
+    x, y = np.log(np.asarray(known, dtype=np.float64)).T
+    exponent, constant = np.polyfit(x, y, 1)
+    raw = math.exp(constant + exponent * math.log(width))
+    near = min(known, key=lambda each: abs(math.log(each[0] / width)))[1]
+    return {
+        "lr": float(f"{min(max(raw, near / 2), 2 * near):.2g}"),
+        "law": tidy(raw),
+        "exponent": float(exponent),
+        "constant": math.exp(constant),
+    }

@@ -1,0 +1,134 @@
+"""A ladder's record: what its rungs' comparisons found, the laws over them, and what became of predictions."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nlr_lab.compare.record import RESULTS, clean
+from nlr_lab.runtime.storage import read_json
+
+from .fits import Interval, Laws
+
+Record = Mapping[str, Any]
+_FORWARD_AND_BACKWARD = 3  # times the FLOPs of a forward pass
+
+
+def read_rungs(path: Path) -> list[dict[str, Any]]:
+    """Return the rungs of a folder that have at least one whole seed, by tokens and width."""
+    found = []
+    for file in path.glob(f"w*-t*/{RESULTS}"):
+        match = re.fullmatch(r"w(\d+)-t([\d.e+-]+)", file.parent.name)
+        results = read_json(file, arms=list)
+        if match and results["n"]:
+            found.append(_rung(file.parent.name, int(match[1]), float(match[2]), results))
+    return sorted(found, key=lambda each: (each["tokens"], each["width"]))
+
+
+def _rung(name: str, width: int, tokens: float, results: Record) -> dict[str, Any]:
+    settings, seeds = results["recipe"]["settings"], results["seeds"]
+    trained = settings["train.steps"] * settings["train.batch_size"] * settings["task.text.sequence_length"]
+    reference = results["reference"]
+    against = results["against"].get(reference, {})
+    arms = {}
+    for arm in results["arms"]:
+        runs = {run["seed"]: run for run in arm["runs"]}
+        losses = [runs[seed]["final_loss"] for seed in seeds if seed in runs]
+        flops = arm["flops_per_token"]
+        arms[arm["name"]] = {
+            "parameters": arm["parameters"],
+            "flops_per_token": flops,
+            "compute": flops and _FORWARD_AND_BACKWARD * trained * flops,
+            "step_seconds": arm["step_seconds_median"],
+            "step_time_ratio": arm["step_time_ratio"],
+            "lr": arm["lr"],
+            "tuning": [(run["lr"], run["final_loss"]) for run in arm["tuning"]],
+            "losses": losses,
+            "mean": arm["final_loss"]["mean"],
+            "sd": arm["final_loss"]["sd"],
+            "seconds": [runs[seed]["seconds"] for seed in seeds if seed in runs],
+            "against": against.get(arm["name"]),
+        }
+    return {
+        "rung": name,
+        "width": width,
+        "tokens": tokens,
+        "summary": results["recipe"]["summary"],
+        "steps": settings["train.steps"],
+        "trained_tokens": trained,
+        "text_tokens": results["data"].get("train_tokens"),
+        "reference": reference,
+        "n": results["n"],
+        "seeds": seeds,
+        "incomplete_seeds": results["incomplete_seeds"],
+        "machine": results["machine"],
+        "versions": results["versions"],
+        "arms": arms,
+        "notes": results["notes"],
+    }
+
+
+def laws_of(rungs: Sequence[Record], arm: str, reference: str) -> Laws | None:
+    """Return the laws of an arm and the reference over the rungs that both have; None where these are fewer than two.
+
+    A rung in which a run of either diverged is none of them.
+    """
+    names = list(dict.fromkeys((arm, reference)))
+    both = []
+    for rung in rungs:
+        mine = [rung["arms"].get(name) for name in names]
+        if all(each and each["compute"] and each["losses"] and None not in each["losses"] for each in mine):
+            both.append(rung)
+    if len({rung["width"] for rung in both}) < 2:
+        return None
+    compute = {name: np.array([rung["arms"][name]["compute"] for rung in both]) for name in names}
+    return Laws(compute, {name: [np.array(rung["arms"][name]["losses"]) for rung in both] for name in names})
+
+
+def build_record(rungs: Sequence[Record], foretold: Record, settings: Record, command: str) -> dict[str, Any]:
+    """Build the whole record of a ladder."""
+    results = {
+        "command": command,
+        "settings": settings,
+        "rungs": list(rungs),
+        "laws": [law for tokens in sorted({rung["tokens"] for rung in rungs}) for law in _laws(rungs, tokens)],
+        "foretold": {name: _judged(name, each, rungs) for name, each in foretold.items()},
+    }
+    return clean(results)  # type: ignore[no-any-return]
+
+
+def _laws(rungs: Sequence[Record], tokens: float) -> list[dict[str, Any]]:
+    """Return the law of every arm over the rungs of so many tokens a parameter."""
+    own = [rung for rung in rungs if rung["tokens"] == tokens]
+    reference, found = own[0]["reference"], []
+    for name in dict.fromkeys(name for rung in own for name in rung["arms"]):
+        laws = laws_of(own, name, reference)
+        if laws is None:
+            continue
+        law = {"tokens": tokens, "arm": name, "form": laws.form, "rungs": laws.rungs}
+        law |= {"first_compute": float(laws.compute[name][0])}
+        law |= {key: value.to_json() for key, value in laws.fits(name).items()}
+        law["multiplier"] = None if name == reference else laws.multiplier(name, reference).to_json()
+        found.append(law)
+    return found
+
+
+def _judged(name: str, foretold: Record, rungs: Sequence[Record]) -> dict[str, Any]:
+    """Return a prediction with what was measured, and whether that lies in its interval."""
+    rung = next((each for each in rungs if each["rung"] == name), None)
+    judged = {**foretold, "losses": {arm: dict(each) for arm, each in foretold["losses"].items()}}
+    for arm, each in judged["losses"].items():
+        measured = rung["arms"].get(arm) if rung else None
+        delta = measured["against"] and measured["against"]["delta"]["value"] if measured else None
+        for key, value in (("loss", measured and measured["mean"]), ("delta", delta)):
+            if key in each and value is not None:
+                holds = Interval(**each[key]).holds(value)
+                verdict = {True: "confirmed", False: "refuted", None: "no interval"}[holds]
+                each[key] = {**each[key], "measured": value, "verdict": verdict}
+    for arm, each in foretold["rates"].items():
+        measured = rung["arms"].get(arm) if rung else None
+        if measured and measured["lr"] is not None:
+            judged["rates"][arm] = {**each, "best": measured["lr"], "held": abs(measured["lr"] / each["lr"] - 1) < 1e-4}
+    return judged

@@ -1,0 +1,193 @@
+"""A ladder's page and picture, made from its record alone."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nlr_lab.compare.report import NONE, estimate_text, markdown_table, p_text, ratio_text
+from nlr_lab.runtime.tables import COLOURS, GREYS, new_figure, save
+
+Record = Mapping[str, Any]
+REPORT, PICTURE = "report.md", "ladder.png"
+
+
+def render(results: Record) -> str:
+    """Return the whole page."""
+    parts = ["# Ladder", *tables(results)]
+    if any(law["rungs"] > 1 for law in results["laws"]):
+        parts.append(f"![loss against training FLOPs]({PICTURE})")
+    notes = [f"- {rung['rung']}: {note}" for rung in results["rungs"] for note in (*_limits(rung), *rung["notes"])]
+    parts += ["## Notes", "\n".join(notes)] if notes else []
+    machines = sorted({str(rung["machine"]["processor"]) for rung in results["rungs"]})
+    settings = ", ".join(f"{name} {value}" for name, value in results["settings"].items())
+    parts += ["## Settings", f"{settings}. On {', '.join(machines)}. To repeat: `{results['command']}`"]
+    return "\n\n".join(parts) + "\n"
+
+
+def tables(results: Record) -> list[str]:
+    """Return headings and tables, in the order of the page."""
+    parts: list[str] = []
+    for tokens in sorted({rung["tokens"] for rung in results["rungs"]}):
+        rungs = [rung for rung in results["rungs"] if rung["tokens"] == tokens]
+        names = list(dict.fromkeys(name for rung in rungs for name in rung["arms"]))
+        reference = rungs[0]["reference"]
+        others = [name for name in names if name != reference]
+        head = ("arm", *(f"width {rung['width']}" for rung in rungs))
+
+        def rows(cell: Any, of: Sequence[str], rungs: Sequence[Record] = rungs) -> list[tuple[str, ...]]:
+            return [(name, *(_cell(cell, rung, name) for rung in rungs)) for name in of]
+
+        parts += [f"## {tokens:g} tokens a parameter", "Final loss, standard deviation over seeds, n:"]
+        parts += [markdown_table(head, rows(_loss, names))]
+        parts += [f"Less that of `{reference}`, paired by seed, with 95 % interval and p after Holm:"]
+        parts += [markdown_table(head, rows(_delta, others))]
+        parts += [
+            f"Speedup to a common loss with `{reference}` (below 1: slower), in steps, in FLOPs and in hours, along "
+            "the runs' own curves:",
+            markdown_table(head, rows(_speed, others)),
+        ]
+        parts += [
+            "Best learning rates, and FLOPs a token over the reference's:",
+            markdown_table(head, rows(_rate, names)),
+        ]
+        laws = [law for law in results["laws"] if law["tokens"] == tokens]
+        parts += _law_table(laws, reference)
+    return parts + _foretold_tables(results["foretold"])
+
+
+def _cell(cell: Any, rung: Record, name: str) -> str:
+    arm = rung["arms"].get(name)
+    return NONE if arm is None else str(cell(arm, rung))
+
+
+def _loss(arm: Record, rung: Record) -> str:
+    if arm["mean"] is None:
+        return "diverged"
+    return f"{arm['mean']:.4f}" + (f" +- {arm['sd']:.4f}" if arm["sd"] is not None else "") + f" ({rung['n']})"
+
+
+def _delta(arm: Record, rung: Record) -> str:
+    if (pair := arm["against"]) is None:
+        return NONE
+    shown = "" if pair["delta"]["shown"] else ", no difference shown"
+    return f"{estimate_text(pair['delta'])}, p {p_text(pair['p_holm'])}{shown}"
+
+
+def _speed(arm: Record, rung: Record) -> str:
+    if (pair := arm["against"]) is None or (steps := pair["matched_speedup"])["value"] is None:
+        return NONE if pair is None else str(pair["matched_speedup"]["note"])
+    other = rung["arms"][rung["reference"]]["flops_per_token"]
+    flops = f"{steps['value'] * other / arm['flops_per_token']:.3f}x" if other and arm["flops_per_token"] else NONE
+    return f"{ratio_text(steps)} / {flops} / {ratio_text(pair['matched_wall_clock_speedup'])}"
+
+
+def _rate(arm: Record, rung: Record) -> str:
+    other = rung["arms"][rung["reference"]]["flops_per_token"]
+    flops = f", {arm['flops_per_token'] / other:.3f}" if other and arm["flops_per_token"] else ""
+    return NONE if arm["lr"] is None else f"{arm['lr']:g}{flops}"
+
+
+def _law_table(laws: Sequence[Record], reference: str) -> list[str]:
+    if not laws:
+        return ["No law yet: it needs two widths."]
+    form = laws[0]["form"]
+    said = "" if "E" in form else " Two sizes do not tell E, which is 0 here."
+    rows = [
+        (
+            law["arm"],
+            *(_interval(law[key]) for key in ("E", "A", "b")),
+            _interval(law["multiplier"], "x"),
+            str(law["rungs"]),
+        )
+        for law in laws
+    ]
+    head = ("arm", "E", "A", "b", "FLOPs multiplier", "rungs")
+    text = (
+        f"Loss = {form}, C in training FLOPs of the arm's first rung.{said} The multiplier: FLOPs at which the law of "
+        f"`{reference}` has the arm's loss at its largest rung, over the arm's own (above 1: the arm needs fewer)."
+    )
+    return [text, markdown_table(head, rows)]
+
+
+def _interval(interval: Record | None, unit: str = "") -> str:
+    if interval is None or interval["value"] is None:
+        return NONE
+    text = f"{interval['value']:.4g}{unit}"
+    return (
+        text
+        if interval["low"] is None or interval["high"] is None
+        else (f"{text} [{interval['low']:.4g}, {interval['high']:.4g}]")
+    )
+
+
+def _foretold_tables(foretold: Record) -> list[str]:
+    parts: list[str] = []
+    for name, each in sorted(foretold.items(), key=lambda pair: (pair[1]["tokens"], pair[1]["width"])):
+        rows = []
+        for arm, said in each["losses"].items():
+            cells = [arm]
+            for key in ("loss", "delta"):
+                guess = said.get(key)
+                cells += [_interval(guess), *_measured(guess)]
+            rows.append(tuple(cells))
+        rates = [
+            f"{arm} {rate['lr']:g}"
+            + ("" if "best" not in rate else ", held" if rate["held"] else f", best was {rate['best']:g}")
+            for arm, rate in each["rates"].items()
+        ]
+        parts += [f"## Foretold: {name}", f"Written {each['time']} from {', '.join(each['rungs'])}, before it was run."]
+        head = ("arm", "loss [95 %]", "measured", "", "less the reference's [95 %]", "measured", "")
+        parts += [markdown_table(head, rows)] if rows else []
+        parts += [f"Learning rates: {'; '.join(rates)}."] if rates else []
+    return parts
+
+
+def _measured(guess: Record | None) -> tuple[str, str]:
+    if guess is None or "measured" not in guess:
+        return NONE, NONE
+    return f"{guess['measured']:.4f}", f"**{guess['verdict']}**"
+
+
+def _limits(rung: Record) -> Iterator[str]:
+    """Yield what the reader must know of a rung."""
+    if rung["text_tokens"] and rung["trained_tokens"] > rung["text_tokens"]:
+        yield f"the text was seen {rung['trained_tokens'] / rung['text_tokens']:.2f} times."
+    if rung["n"] == 1:
+        yield "one seed: no interval and no claim."
+
+
+# --- the picture -----------------------------------------------------------------------------------------------------
+
+
+def draw(path: Path, results: Record) -> None:
+    """Draw each arm's losses over training FLOPs with its law, for the tokens a parameter of the most rungs."""
+    by_tokens: dict[float, list[Record]] = {}
+    for rung in results["rungs"]:
+        by_tokens.setdefault(rung["tokens"], []).append(rung)
+    if not by_tokens:
+        return
+    tokens, rungs = max(by_tokens.items(), key=lambda pair: len(pair[1]))
+    figure, axes = new_figure(7.5, 5.0)
+    laws = {law["arm"]: law for law in results["laws"] if law["tokens"] == tokens}
+    reference = rungs[0]["reference"]
+    colours, markers = cycle(COLOURS), cycle("osD^vP*X<")
+    for name in dict.fromkeys(name for rung in rungs for name in rung["arms"]):
+        colour, marker = (GREYS[0] if name == reference else next(colours)), next(markers)
+        known = [rung["arms"][name] for rung in rungs if name in rung["arms"]]
+        known = [arm for arm in known if arm["mean"] is not None and arm["compute"]]
+        if not known:
+            continue
+        x, y = [arm["compute"] for arm in known], [arm["mean"] for arm in known]
+        axes.errorbar(x, y, [arm["sd"] or 0 for arm in known], fmt=marker, color=colour, ms=4, capsize=2, label=name)
+        if law := laws.get(name):
+            line = np.geomspace(min(x), 2 * max(x), 100)
+            fitted = law["E"]["value"] + law["A"]["value"] * (line / law["first_compute"]) ** -law["b"]["value"]
+            axes.plot(line, fitted, color=colour, lw=1)
+    axes.set_xscale("log")
+    axes.set_xlabel(f"training FLOPs ({tokens:g} tokens a parameter)")
+    axes.set_ylabel("final loss, nats a token")
+    axes.legend(fontsize=8)
+    save(figure, path)

@@ -1,0 +1,177 @@
+"""Climb a ladder: each rung is one comparison, foretold before it is run.
+
+out/ladder.json           what all rungs share, and the text's fingerprint
+out/foretold/<rung>.json  learning rates and losses that smaller rungs foretell; written once, before the rung is run
+out/<rung>/               a comparison's folder
+out/results.json          the record of all rungs there are      out/report.md, out/ladder.png   made from it
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from nlr_lab.compare import compare
+from nlr_lab.compare.model_trials import ModelTrials
+from nlr_lab.compare.record import RESULTS, clean, command_line, record_text
+from nlr_lab.compare.trial import TimeLimit
+from nlr_lab.runtime.storage import read_json, write_json, write_text
+from nlr_lab.training.arms import Arm
+from nonlinear_lowrank.errors import UserError
+
+from .fits import best_rate, transfer
+from .ladder import Ladder, Rung
+from .record import build_record, laws_of, read_rungs
+from .report import PICTURE, REPORT, draw, render
+
+MARKER, FORETOLD = "ladder.json", "foretold"
+
+
+def run_ladder(
+    ladder: Ladder,
+    out: Path | str,
+    *,
+    workers: int | None = None,
+    timing_rounds: int = 30,
+    quiet: bool = False,
+    command: str | None = None,
+) -> dict[str, Any]:
+    """Run every rung that is not finished, smallest first, and return the record of all rungs in the folder.
+
+    A folder that has a ladder goes on where it stopped; widths, tokens, arms and seeds may be added.
+
+    Args:
+        ladder: its settings.
+        out: its folder.
+        workers: as `compare` has it.
+        timing_rounds: as `compare` has it.
+        quiet: print nothing.
+        command: how to repeat this, for the report.
+
+    Raises:
+        UserError: a width without a model, arms that make no comparison, other settings or data than the folder's.
+            Nothing has been run then.
+    """
+    path = Path(out)
+    rungs = ladder.rungs()
+    recipes = {rung: ladder.recipe(rung) for rung in rungs}
+    following = ladder.following()
+    ladder.recipe(following)
+    arms = [Arm.parse(text) for text in ladder.arms]
+    _check(path, ladder)
+    options: dict[str, Any] = {"seeds": ladder.seeds, "tune_lr": ladder.tune_lr, "workers": workers, "quiet": quiet}
+    options |= {"max_extensions": ladder.max_extensions, "timing_rounds": timing_rounds}
+    command = command or command_line()
+    for rung in rungs:
+        trials = ModelTrials(recipes[rung])
+        foretold = foretell(path, ladder, rung, arms, trials, quiet=quiet)
+        grids = foretold["rates"]
+        chosen = [replace(arm, grid=grids[arm.name]["grid"]) if arm.name in grids else arm for arm in arms]
+        folder = path / rung.name
+        compare(trials.recipe, folder, arms=chosen, resume=folder.exists(), command=command, trials=trials, **options)
+        write(path, ladder, command)
+    foretell(path, ladder, following, arms, ModelTrials(ladder.recipe(following)), quiet=quiet)
+    return write(path, ladder, command)
+
+
+def write(path: Path, ladder: Ladder, command: str) -> dict[str, Any]:
+    """Write record, picture and report of the rungs that the folder has, and return the record."""
+    foretold = {file.stem: read_json(file) for file in sorted((path / FORETOLD).glob("*.json"))}
+    shared = read_json(path / MARKER, settings=dict)["settings"]
+    results = build_record(read_rungs(path), foretold, clean(shared), command)
+    write_text(path / RESULTS, record_text(results))
+    draw(path / PICTURE, results)
+    write_text(path / REPORT, render(results))
+    return results
+
+
+def _check(path: Path, ladder: Ladder) -> None:
+    """Raise UserError for a folder of something else, or of a ladder with other settings; begin one where it is new."""
+    marker, now = path / MARKER, clean(ladder.shared())
+    if marker.exists():
+        former = read_json(marker, settings=dict)["settings"]
+        for name in sorted({*former, *now}):
+            old, new = former.get(name, "(absent)"), now.get(name, "(absent)")
+            if old != new:
+                raise UserError(
+                    f"{name} was {old!r} in {path} and is {new!r} now; use the former value, or another --out"
+                )
+    elif path.exists() and any(path.iterdir()):
+        raise UserError(f"{path} is not empty and holds no ladder; name another --out")
+
+
+def foretell(
+    path: Path, ladder: Ladder, rung: Rung, arms: Sequence[Arm], trials: ModelTrials, *, quiet: bool
+) -> dict[str, Any]:
+    """Return what smaller rungs say of one: a grid of learning rates and a final loss by arm; write it down first.
+
+    What is written stays: arms of which nothing was foretold are added, and only while the rung has no results.
+    """
+    marker, file = path / MARKER, path / FORETOLD / f"{rung.name}.json"
+    foretold: dict[str, Any] = (
+        read_json(file, rates=dict, losses=dict) if file.exists() else {"rates": {}, "losses": {}}
+    )
+    if marker.exists() and {arm.name for arm in arms} <= foretold["rates"].keys():
+        return foretold
+    trials.prepare(quiet=quiet)
+    if not marker.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(marker, {"settings": clean(ladder.shared()), "fingerprint": trials.fingerprint})
+    elif read_json(marker)["fingerprint"] != trials.fingerprint:
+        raise UserError(f"the runs in {path} are of other data; bring those back, or use another --out")
+    smaller = [each for each in read_rungs(path) if each["rung"] != rung.name and each["width"] <= rung.width]
+    at_same = [each for each in smaller if each["tokens"] == rung.tokens]
+    tuned = [arm.name for arm in arms if arm.lr is None and not arm.grid]
+    rates = {name: _rate(at_same, name, rung) or _rate(smaller, name, rung) for name in tuned}
+    added = {
+        name: {**found, "grid": [found["lr"] / 2, found["lr"], 2 * found["lr"]]}
+        for name, found in rates.items()
+        if found and name not in foretold["rates"]
+    }
+    foretold["rates"] |= added
+    if not (path / rung.name / RESULTS).exists() and len({each["width"] for each in at_same}) > 1:
+        resolved = trials.resolve(arms)
+        flops = trials.count_and_time(resolved, 0, TimeLimit(None, time.monotonic)).flops
+        steps = trials.recipe.train
+        tokens = steps.steps * steps.batch_size * ladder.text.sequence_length
+        compute = {name: 3 * tokens * each for name, each in flops.items() if each}
+        foretold["losses"] = _losses(at_same, arms, compute) | foretold["losses"]
+    if added or foretold["losses"]:
+        foretold |= {"rungs": [each["rung"] for each in at_same or smaller], "time": foretold.get("time") or _now()}
+        foretold |= {"width": rung.width, "tokens": rung.tokens}
+        write_json(file, foretold)
+    return foretold
+
+
+def _rate(rungs: Sequence[Mapping[str, Any]], name: str, rung: Rung) -> dict[str, Any] | None:
+    """Return the learning rate that an arm's rungs foretell."""
+    known = []
+    for each in rungs:
+        arm = each["arms"].get(name)
+        if arm and arm["tuning"] and (rate := best_rate(arm["tuning"])) is not None:
+            known.append((each["width"], rate))
+    return transfer(known, rung.width)
+
+
+def _losses(rungs: Sequence[Mapping[str, Any]], arms: Sequence[Arm], compute: Mapping[str, float]) -> dict[str, Any]:
+    """Return each arm's final loss, and its difference from the first arm's, at the FLOPs of another rung."""
+    reference, found = arms[0].name, {}
+    for arm in arms:
+        laws = laws_of(rungs, arm.name, reference)
+        if laws is None or not {arm.name, reference} <= compute.keys():
+            continue
+        found[arm.name] = {
+            "law": laws.form,
+            "compute": compute[arm.name],
+            "loss": laws.predict(arm.name, compute[arm.name]).to_json(),
+        }
+        if arm.name != reference:
+            delta = laws.predict(arm.name, compute[arm.name], (reference, compute[reference]))
+            found[arm.name]["delta"] = delta.to_json()
+    return found
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
