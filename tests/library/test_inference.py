@@ -12,6 +12,7 @@ import model_helpers
 import nonlinear_lowrank as nlr
 from family_checks import quantized
 from nonlinear_lowrank.methods.noble.fused import FusedNoble, FusedNobleLinear
+from nonlinear_lowrank.ops.kernels import use_kernels
 from refusals import assert_refused
 
 SETTINGS = {
@@ -64,6 +65,26 @@ def test_noble_gives_the_same_outputs(family, settings, shared):
         assert after <= before + sum(each.out_features for each in members)
     assert not any(each.requires_grad for each in model.parameters())
     assert not model.training
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_noble_gives_the_same_outputs_in_float32_and_under_autocast(settings):
+    model = with_branches(model_helpers.llama(), **settings)
+    inputs = model_helpers.batch(model)
+    expected = output(model, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = output(model, inputs)
+    nlr.optimize_for_inference(model)
+    with use_kernels(False):
+        plain = output(model, inputs)
+    found = output(model, inputs)
+    for each in (plain, found):
+        assert (each - expected).norm() <= 1e-5 * expected.norm()
+    assert torch.equal(plain, found) == (settings.get("activation", "cosine") != "cosine" or "fusion" in settings)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = output(model, inputs)
+    assert found.dtype == rounded.dtype
+    assert (found - rounded).norm() <= 0.03 * rounded.norm()
 
 
 def test_weights_of_a_member_are_its_own():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from nonlinear_lowrank.methods.matrix import replace_modules
 from nonlinear_lowrank.ops.native import native
+from nonlinear_lowrank.ops.precision import autocast_dtype
 
 from .inputs import HandOff, input_groups
 from .layer import NobleConv1D, NobleLinear
@@ -97,7 +98,7 @@ class FusedNoble(nn.Module):
         """Return y of all layers, views of one product, or of one alone."""
         own: Any = self._buffers  # attributes of modules are slow to read
         weight, bias, n, r = own["fused_weight"], own["fused_bias"], len(self.widths), self.rank
-        plain = alone is None and self.cosine and not torch.compiler.is_compiling()
+        plain = alone is None and self.cosine and not torch.compiler.is_compiling() and autocast_dtype(x) is None
         if plain and (fast := native(x, weight)) is not None:
             mixes, phases, ups = ([own[name] for name in names] for names in self.names)
             ys: list[Tensor] = fast.noble_decode(x, weight, bias, mixes, phases, ups)
@@ -131,7 +132,7 @@ class FusedNoble(nn.Module):
     def _join(self, own: Any, place: int, y: Tensor, u: Tensor) -> Tensor:
         up, up_bias, gate = own[f"up{place}"], own[f"up_bias{place}"], own[f"gate{place}"]
         if gate is None:
-            y.addmm_(u, up)
+            y = y.addmm_(u, up) if y.dtype == up.dtype else torch.addmm(y, u, up)  # autocast knows the latter alone
         else:
             y = gate * y + (1 - gate) * (u @ up if up_bias is None else torch.addmm(up_bias, u, up))
         return y if self.scale == 1 else y * self.scale
