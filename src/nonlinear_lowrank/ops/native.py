@@ -32,12 +32,13 @@ _TYPES = (Tensor, torch.nn.Parameter)
 def native(*tensors: Tensor | None) -> Any:
     """Return the operators, `torch.ops.nonlinear_lowrank_native`, or None where these tensors are not theirs to read.
 
-    Those are plain float32 tensors (None: any) on a CPU, that no dispatch mode watches.
+    Those are plain float32 tensors (None: any) on a CPU, that neither a dispatch mode nor `torch.jit.trace` watches.
     """
     for each in tensors:
         if each is not None and (type(each) not in _TYPES or each.dtype != torch.float32 or each.device.type != "cpu"):
             return None
-    return _load() if enabled() and not _get_current_dispatch_mode_stack() else None
+    watched = _get_current_dispatch_mode_stack() or torch._C._is_tracing()
+    return _load() if enabled() and not watched else None
 
 
 @functools.cache

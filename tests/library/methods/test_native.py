@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from nonlinear_lowrank import NobleConfig, NobleLinear
 from nonlinear_lowrank.ops.kernels import use_kernels
 from nonlinear_lowrank.ops.native import native
 from nonlinear_lowrank.ops.sine import SineFactors, sine_delta, sine_layer
@@ -27,6 +28,10 @@ def test_takes_plain_float32_on_a_cpu_alone():
         assert native(one) is None
     with FlopCounterMode(display=False):
         assert native(one) is None
+    layer = NobleLinear(6, 5, config=NobleConfig(rank=2)).requires_grad_(False)
+    with pytest.warns(DeprecationWarning, match="deprecated"):
+        traced = torch.jit.trace(layer, torch.randn(3, 6))
+    assert "nonlinear_lowrank_native" not in str(traced.inlined_graph)
 
 
 class _Own(torch.Tensor):
