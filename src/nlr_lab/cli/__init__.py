@@ -1,6 +1,7 @@
 """The commands of `nlr`, functions `run_NAME(arguments)`; this table is all that `nlr --help` reads."""
 
 COMMANDS = {
+    "recipes": ("recipes", "list the recipes of train, finetune and fit; compare takes all of them"),
     "train": ("train RECIPE", "train one model: baseline, or with a method"),
     "finetune": ("finetune RECIPE", "tune a pretrained model: an adapter, its head, or all of it"),
     "fit": ("fit RECIPE", "fit a coordinate network: an image, a shape, a scene"),

@@ -65,7 +65,7 @@ def _dispatch(arguments: Sequence[str]) -> None:
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help", "help"):
         print(_help())
-    elif name == "--version":
+    elif name in ("-V", "--version"):
         from importlib.metadata import version
 
         print(f"nlr {version('nonlinear-lowrank')}")
@@ -73,6 +73,8 @@ def _dispatch(arguments: Sequence[str]) -> None:
         # peft reads a name that transformers has renamed: nothing that a user of the command could fix.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
         getattr(importlib.import_module(f".{FILES.get(name, name)}", __package__), f"run_{name}")(rest)
+    elif name in RECIPES:
+        raise UserError(f"{name} is a recipe: nlr {RECIPES[name].command} {name}, or nlr compare {name}")
     else:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
@@ -82,10 +84,10 @@ def _dispatch(arguments: Sequence[str]) -> None:
 def _help() -> str:
     lines = ["usage: nlr COMMAND ...", "", "commands (nlr COMMAND --help for its options):"]
     lines += [f"  {usage:<32} {summary}" for usage, summary in COMMANDS.values()]
-    for kind in KINDS:
-        lines += ["", f"recipes (nlr {kind} RECIPE --help for its settings; every one can be given as an option):"]
-        lines += [f"  {name:<32} {entry.summary}" for name, entry in RECIPES.items() if entry.command == kind]
-    lines += ["", "NLR_DEBUG=1 shows the traceback of any error, and where a warning comes from."]
+    lines += [
+        "",
+        "nlr -V prints the version. NLR_DEBUG=1 shows the traceback of any error, and where a warning comes from.",
+    ]
     return "\n".join(lines)
 
 

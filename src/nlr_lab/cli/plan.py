@@ -50,11 +50,7 @@ def run_plan(arguments: list[str]) -> None:
     """Print the table, or JSON."""
     options = parse(PlanOptions, arguments, command="plan")
 
-    import torch
-
-    from nlr_lab.plan.estimate import PlanConfig, arm_cost, format_plan, plan_arm, plan_to_json
     from nlr_lab.plan.presets import PRESETS, find_hardware
-    from nlr_lab.training.arms import Arm
 
     name = options.model.lower() if options.model.lower() in PRESETS else options.model
     if name not in PRESETS and name not in RECIPES:
@@ -64,6 +60,12 @@ def run_plan(arguments: list[str]) -> None:
     if name in recipes_of("fit"):
         raise UserError(f"{name} fits a field, on one device in minutes to hours; plan takes models")
     hardware = find_hardware(options.hardware)
+
+    import torch
+
+    from nlr_lab.plan.estimate import PlanConfig, arm_cost, format_plan, plan_arm, plan_to_json
+    from nlr_lab.training.arms import Arm
+
     recipe = _of_size(name) if name in PRESETS else get_recipe(name)
     task, train = recipe.task, recipe.train
     given = {

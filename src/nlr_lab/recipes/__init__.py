@@ -11,7 +11,7 @@ from nonlinear_lowrank.errors import UserError
 
 
 class RecipeEntry(NamedTuple):
-    """A recipe's command (`nlr compare` takes all), the module of its function, and its line in `nlr --help`."""
+    """A recipe's command (`nlr compare` takes all), the module of its function, and its line in `nlr recipes`."""
 
     command: str
     module: str

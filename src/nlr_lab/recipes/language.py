@@ -12,7 +12,6 @@ MLP widened to 4.75. An independent audit found no gain over a linear query at a
 `--tune-lr`.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from nlr_lab.tasks.text.data import TextData
@@ -68,7 +67,9 @@ def llm_moe_demo() -> Recipe:
     0.1 higher (studies/moe). All dense matrices have NOBLE's init; the experts hold 2.7 times the parameters.
     """
     matched = ("wide-mlp:match=noble-r16,by=flops,init=noble", "moe:match=noble-r16,init=noble")
-    return replace(llm_demo(), arms=("baseline:init=noble", "noble:rank=16", *matched))
+    demo = llm_demo()
+    arms = ("baseline:init=noble", "noble:rank=16", *matched)
+    return Recipe(task=demo.task, arm=demo.arm_text, train=demo.train, arms=arms)
 
 
 def llm_small() -> Recipe:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from cli_helpers import python_prints, run, run_python
+from cli_helpers import python_prints, run, run_python, succeed
 from nlr_lab.cli import COMMANDS
 from nlr_lab.cli import main as cli
 from nlr_lab.cli.bench import BENCHES
@@ -19,18 +19,20 @@ from nonlinear_lowrank import UserError
 from refusals import assert_refused
 
 
-def test_help_lists_every_command_and_recipe_in_one_line_each(capsys):
+def test_help_lists_every_command_and_recipes_every_recipe_in_one_line_each(capsys):
     code, out, err = run(capsys, "--help")
     assert (code, err) == (0, "")
     for name, command in COMMANDS.items():
         assert re.search(rf"^  {name} .*{re.escape(command[1])}$", out, re.MULTILINE)
-    for name in RECIPES:
-        assert re.search(rf"^  {name} ", out, re.MULTILINE)
     assert run(capsys)[1] == out
+    out = succeed(capsys, "recipes")
+    for name, entry in RECIPES.items():
+        assert re.search(rf"^  {name} +{re.escape(entry.summary)}$", out, re.MULTILINE)
 
 
-def test_the_installed_command_runs():
-    done = subprocess.run([sys.executable, "-m", "nlr_lab", "--version"], capture_output=True, text=True)
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_the_installed_command_runs(option):
+    done = subprocess.run([sys.executable, "-m", "nlr_lab", option], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"nlr \d+\.\d+\.\d+\n", done.stdout)
 
@@ -68,13 +70,17 @@ def test_a_missing_extra_is_named():
     assert run_python(script.format("['--help']"), "tyro").returncode == 0
 
 
-def test_help_of_benchmarks_and_fields_needs_no_torch():
+def test_help_and_refusals_need_no_torch():
     script = "import sys\nfrom nlr_lab.cli.main import main\n"
-    script += "for command in sys.argv[1:]:\n    assert main(command.split()) == 0\nassert 'torch' not in sys.modules"
-    demos = [name for name, entry in RECIPES.items() if entry.command == "fit" and name.endswith("-demo")]
-    commands = [f"bench {name} --help" for name in BENCHES]
-    commands += [f"{command} {name} --help" for name in demos for command in ("fit", "compare")]
-    out = python_prints(script, *commands)
+    script += "for command in sys.argv[1:]:\n"
+    script += "    assert main(command.split()) == (0 if command.endswith('--help') else 2), command\n"
+    script += "    assert 'torch' not in sys.modules, command"
+    demos = {name: entry.command for name, entry in RECIPES.items() if "demo" in name or name.startswith("instruct")}
+    commands = [f"bench {name}" for name in BENCHES]
+    commands += [f"{command} {name}" for name, kind in demos.items() for command in (kind, "compare")]
+    refusals = [f"{command} --lrr 1" for command in (*commands, "generate x", "evaluate x", "inspect x", "merge a b")]
+    refusals += ["trian", "llm-demo", "train llm-dem", "plan llm-dem", "plan llm-demo --hardware h1", "plan 1b --gpu 3"]
+    out = python_prints(script, *(f"{command} --help" for command in commands), *refusals)
     assert out.count("--picture") == len(BENCHES)
     assert out.count("--train.steps") >= 2 * len(demos)
 

@@ -15,6 +15,8 @@ FILES = {
 ROWS = [  # a command, and words of the line
     ("trian llm-demo", "trian", "'train'"),
     ("zzzz", "zzzz", "compare"),
+    ("llm-demo --steps 3", "llm-demo is a recipe: nlr train llm-demo"),
+    ("recipes --json", "--json"),
     ("train", "name a recipe", "llm-demo"),
     ("train llm-dmo", "llm-dmo", "'llm-demo'"),
     ("compare qqq", "qqq", "llm-small"),
