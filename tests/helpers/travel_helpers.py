@@ -33,15 +33,18 @@ ROWS = {
     "tanh-noble": (("gpt2",), [nlr.NobleConfig(rank=4, activation="tanh", depth=1)]),
     "split-noble": (("gpt2", "gpt_neox"), [nlr.NobleConfig(rank=3, fusion="gated")]),
     "split-query": (("gpt2", "gpt_neox"), [nlr.NonlinearQueryConfig()]),
-    "sine": (_ALL, [nlr.SineLowRankConfig(rank=2, omega=30)]),
+    "sine": ((*_ALL, *OWN_EXPERTS), [nlr.SineLowRankConfig(rank=2, omega=30)]),
     "low-rank": (("llama", "mixtral"), [nlr.SineLowRankConfig(rank=2, activation="identity", gain=2)]),
-    "rational": (_ALL, [nlr.RationalConfig(groups=4)]),
+    "rational": ((*_ALL, *OWN_EXPERTS), [nlr.RationalConfig(groups=4)]),
     "rational-exact": (("gpt2",), [nlr.RationalConfig(anchor="exact", form="sum_of_abs", degrees=(3, 2))]),
     "query": (("llama", "gpt2", "mixtral", "vit"), [nlr.NonlinearQueryConfig()]),
     "kept-query": (("gpt2", "vit"), [nlr.NonlinearQueryConfig(residual="linear")]),
     "qk-norm": (("llama", "gpt2", "mixtral", "vit"), [nlr.QKNormConfig()]),
     "several": (("llama", "gpt2"), [nlr.NobleConfig(rank=3), nlr.RationalConfig(groups=4), nlr.QKNormConfig()]),
-    "on-sine-experts": (("mixtral",), [nlr.SineLowRankConfig(rank=2, omega=30), nlr.RationalConfig(groups=4)]),
+    "on-sine-experts": (
+        ("mixtral", "longcat_flash", "dbrx"),
+        [nlr.SineLowRankConfig(rank=2, omega=30), nlr.RationalConfig(groups=4)],
+    ),
 }
 CASES = [(row, name) for row, (names, _) in ROWS.items() for name in names]
 

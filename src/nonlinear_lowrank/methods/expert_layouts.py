@@ -135,6 +135,27 @@ def layout_of(module: nn.Module) -> Layout:
     return COMMON
 
 
+def remove_weights(experts: Any) -> dict[str, torch.Size]:
+    """Delete the parameters of `projections` from a layer that is to have other ones; return their shapes by name.
+
+    A child that holds some becomes a plain module, since the init of its class would look for them.
+    """
+    shapes = {}
+    for name in [name for each in experts.expert_projections for name in each.parameters]:
+        path, _, local = name.rpartition(".")
+        own = experts.get_submodule(path)
+        if path and type(own) is not nn.Module:
+            bare: Any = nn.Module()
+            vars(bare).update(
+                {key: value.copy() if isinstance(value, dict) else value for key, value in vars(own).items()}
+            )
+            bare.experts_class = type(own)
+            experts.set_submodule(path, bare)
+            own = bare
+        shapes[name] = own._parameters.pop(local).shape
+    return shapes
+
+
 def grouped_product(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     """Return each row times the matrix of its expert, (S, O); `ends_E` (int32) is where the rows of each end."""
     if _has_kernel(x_SI, weight_EIO):

@@ -125,8 +125,13 @@ class ExpertsLayer(nn.Module):
         return _rebuilt, (own, plain), self.__getstate__()
 
 
-def tell_rows(model: nn.Module, experts: nn.Module) -> None:
-    """Put a layer in place of plain experts of a model that tells their activation which rows are whose."""
+def tell_rows(model: nn.Module, holder: nn.Module) -> None:
+    """Put a layer in place of plain experts of a model that tells their activation which rows are whose.
+
+    `holder` has the activation: the experts, or a child of theirs.
+    """
+    held = (each for each in model.modules() if projections(each) and (each is holder or holder in each.children()))
+    experts = next(held)
     if not (isinstance(experts, ExpertsLayer) or hasattr(experts, "expert_projections")):
         replace_modules(model, {experts: ExpertsLayer.in_place_of(experts).train(experts.training)})
 

@@ -214,8 +214,8 @@ def expert_tensors(module: nn.Module) -> dict[str, Tensor]:
     added = method.roles(module) if method else ()
     own = ((name, each) for name, each in module.named_parameters(recurse=False) if name not in added)
     held = {name: each for name, each in own if each.ndim == 3 and each.shape[0] > 1 and max(each.shape[1:]) > 1}
-    inside = [name for each in projections(module) for name in each.parameters if "." in name]
-    return {**held, **{name: module.get_parameter(name) for name in inside}}
+    inside = {name for each in projections(module) for name in each.parameters if "." in name}
+    return {**held, **{name: each for name, each in module.named_parameters() if name in inside}}
 
 
 def unreached_experts(model: nn.Module) -> str:

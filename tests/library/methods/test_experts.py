@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import re
 
 import pytest
 import torch
@@ -18,12 +17,14 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import nonlinear_lowrank as nlr
 from adapter_helpers import PEFT_WARNINGS
-from family_checks import enlarge_branches, outputs, same
+from family_checks import enlarge_branches, outputs, realigned, same
 from family_helpers import FAMILIES
 from nonlinear_lowrank import NobleConfig, UserError
 from nonlinear_lowrank.analysis.cost import active_parameters, model_cost
+from nonlinear_lowrank.methods.experts import ExpertsLayer
 from nonlinear_lowrank.methods.noble.experts import NobleExperts
 from nonlinear_lowrank.methods.noble.op import Branch, noble_linear_reference
+from nonlinear_lowrank.methods.rational.adapter_layers import NoraActivation
 from nonlinear_lowrank.methods.sine.experts import SineExperts
 from nonlinear_lowrank.methods.sine.reference import lowrank_linear_reference
 
@@ -38,9 +39,8 @@ CONFIGS = {
 SINE = nlr.SineLowRankConfig(rank=4, omega=30)
 OWN = ("llama4_text", "jetmoe", "longcat_flash", "dbrx")  # with classes of their own
 CLASSES = ("mixtral", *OWN)
-PAIRS = [("mixtral", config) for config in (*CONFIGS.values(), SINE)]
-PAIRS += [(kind, config) for kind in OWN for config in CONFIGS.values()]
-NAMES = [f"mixtral-{each}" for each in (*CONFIGS, "sine")] + [f"{kind}-{each}" for kind in OWN for each in CONFIGS]
+PAIRS = [(kind, config) for kind in CLASSES for config in (*CONFIGS.values(), SINE)]
+NAMES = [f"{kind}-{each}" for kind in CLASSES for each in (*CONFIGS, "sine")]
 every_class = pytest.mark.parametrize(("kind", "config"), PAIRS, ids=NAMES)
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 LAYOUTS = ("mixtral", "gpt_oss", "nemotron_h")  # gated; transposed, interleaved and with biases; without a gate
@@ -85,10 +85,14 @@ def _routing(experts=EXPERTS):
     return index, torch.rand(TOKENS, K, dtype=torch.float64)
 
 
+def _is(layer, plain):
+    return issubclass(getattr(layer, "experts_class", type(layer)), plain)
+
+
 def _output(layer, x, index, weights):
     """Call the experts as the model around them does."""
     match layer:
-        case Llama4TextExperts():
+        case _ if _is(layer, Llama4TextExperts):
             routed = x.new_zeros(EXPERTS, TOKENS, WIDTH)
             rows = torch.arange(TOKENS)[:, None].expand_as(index)
             return (
@@ -96,7 +100,7 @@ def _output(layer, x, index, weights):
                 .view(EXPERTS, TOKENS, WIDTH)
                 .sum(0)
             )
-        case JetMoeParallelExperts():
+        case _ if _is(layer, JetMoeParallelExperts):
             order = index.flatten().argsort()
             y = layer(x[order // K], index.flatten().bincount(minlength=EXPERTS).tolist())
             return (y[order.argsort()].unflatten(0, (TOKENS, K)) * weights[..., None]).sum(1)
@@ -145,7 +149,7 @@ def _mlp(layer, e, x):
     if e >= EXPERTS:
         return x  # LongCat-Flash's identity
     z = _of_expert(layer, "in", e, x)
-    if isinstance(layer, JetMoeParallelExperts):
+    if _is(layer, JetMoeParallelExperts):
         return z
     gate, up = z.chunk(2)
     return _of_expert(layer, "out", e, F.silu(gate) * up)
@@ -157,7 +161,7 @@ def _reference(layer, x, index, weights):
     for token, experts, shares in zip(x, index.tolist(), weights, strict=True):
         row = 0
         for e, share in zip(experts, shares, strict=True):
-            first = isinstance(layer, Llama4TextExperts)  # weighs what goes in
+            first = _is(layer, Llama4TextExperts)  # weighs what goes in
             row = row + (1 if first else share) * _mlp(layer, e, token * share if first else token)
         rows.append(row)
     return torch.stack(rows)
@@ -218,7 +222,9 @@ def test_branches_that_start_at_zero_leave_a_model_to_the_bit(name, dtype):
         assert same(outputs(model, inputs), before)
 
 
-@pytest.mark.parametrize(("kind", "config"), [("mixtral", SINE), *((each, CONFIGS["cosnet"]) for each in CLASSES)])
+@pytest.mark.parametrize(
+    ("kind", "config"), [(each, config) for each in CLASSES for config in (SINE, CONFIGS["cosnet"])]
+)
 def test_an_expert_without_tokens_gets_no_gradient(kind, config):
     layer, (index, weights) = _layer(config, kind), _routing(EXPERTS - 1)
     _output(layer, torch.randn(TOKENS, WIDTH, dtype=torch.float64), index, weights).square().sum().backward()
@@ -299,12 +305,7 @@ def test_own_classes_are_counted_by_the_experts_of_a_token(name):
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_own_classes_are_copied_compiled_and_plain_for_other_methods(name):
-    model = FAMILIES[name].build()
-    report = nlr.augment(model, nlr.SineLowRankConfig(rank=2), verbose=False)
-    places = re.compile(r".*(experts|put_linear)")
-    skipped = {why for place, why in report.skipped.items() if places.fullmatch(place)}
-    assert skipped == {"holds weights as 3-D parameters, which are no linears"}
+def test_own_classes_are_copied_and_compiled(name):
     model = FAMILIES[name].build()
     nlr.augment(model, NobleConfig(rank=4), verbose=False)
     enlarge_branches(model)
@@ -332,12 +333,12 @@ def test_compiled_identity_experts_and_their_gradients_are_those_of_eager_mode(i
         assert not any(each.any() for each in found[0][2:])
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, *OWN])
 def test_sine_experts_are_counted_saved_and_formed_for_inference(name, tmp_path):
     family = FAMILIES[name]
     model, config = family.build(), nlr.SineLowRankConfig(rank=2)
     before, flops = sum(p.numel() for p in model.parameters()), sum(row.flops for row in model_cost(model, 1).rows)
-    report = nlr.augment(model, config, include=r".*experts", verbose=False)
+    report = nlr.augment(model, config, include=r".*(experts|put_linear)", verbose=False)
     assert report.parameters_added == sum(p.numel() for p in model.parameters()) - before < 0
     assert sum(row.flops for row in model_cost(model, 1).rows) == flops  # of formed weights
     inputs = family.inputs(model)
@@ -346,7 +347,7 @@ def test_sine_experts_are_counted_saved_and_formed_for_inference(name, tmp_path)
     loaded = family.auto_class.from_pretrained(tmp_path)
     assert same(outputs(loaded, inputs), expected)
     low = family.auto_class.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    kinds = {part: value.dtype for part, value in low.named_parameters() if "experts.sine" in part}
+    kinds = {part: value.dtype for part, value in low.named_parameters() if ".sine_" in part}
     assert set(kinds.values()) == {torch.float32}
     formed = nlr.optimize_for_inference(loaded)
     assert not any(isinstance(each, SineExperts) for each in formed.modules())
@@ -355,18 +356,20 @@ def test_sine_experts_are_counted_saved_and_formed_for_inference(name, tmp_path)
     assert low_rank.flops_added < 0
 
 
+@pytest.mark.parametrize("name", ["mixtral", "llama4_text", "longcat_flash", "dbrx"])
 @pytest.mark.parametrize("others", [(), ("noble",), ("sine",)], ids=lambda others: "".join(others) or "alone")
 @pytest.mark.parametrize("late", [False, True], ids=["first", "last"])
-def test_experts_have_rational_activations_of_their_own(others, late, tmp_path):
+def test_experts_have_rational_activations_of_their_own(name, others, late, tmp_path):
     configs = {"noble": NobleConfig(rank=4), "sine": nlr.SineLowRankConfig(rank=2)}
     steps = [*([configs[each] for each in others]), nlr.RationalConfig(groups=4)]
-    model = FAMILIES["mixtral"].build()
+    model = FAMILIES[name].build()
     for config in steps if late else steps[::-1]:
         nlr.augment(model, config, verbose=False)
-    inputs = FAMILIES["mixtral"].inputs(model)
+    inputs = FAMILIES[name].inputs(model)
     before = outputs(model, inputs)
-    activation = model.model.layers[1].mlp.experts.act_fn
-    assert activation.rational_numerator.shape == (4, 4, 6)
+    of_experts = [each for each in model.modules() if getattr(each, "rational_config", None) and each.num_experts]
+    activation = of_experts[-1]
+    assert activation.rational_numerator.shape == (2 if name == "llama4_text" else 4, 4, 6)
     model(**inputs).loss.backward()
     rows = []
     activation.register_forward_hook(lambda module, given, _: rows.append((given[0], module.expert_ends)))
@@ -387,7 +390,7 @@ def test_experts_have_rational_activations_of_their_own(others, late, tmp_path):
             one.rational_denominator.copy_(activation.rational_denominator[e])
             assert torch.equal(shifted[start:end], one(x[start:end]))
     model.save_pretrained(tmp_path)
-    loaded = FAMILIES["mixtral"].auto_class.from_pretrained(tmp_path)
+    loaded = FAMILIES[name].auto_class.from_pretrained(tmp_path)
     assert same(outputs(loaded, inputs), outputs(model, inputs))
     with pytest.raises(UserError, match="must be called by the experts that it was put into"):
         activation(x)
@@ -395,19 +398,28 @@ def test_experts_have_rational_activations_of_their_own(others, late, tmp_path):
 
 @pytest.mark.filterwarnings(*PEFT_WARNINGS)
 @pytest.mark.parametrize("rational", [False, True], ids=["plain base", "rational base"])
-@pytest.mark.parametrize("tuning", ["low_rank", "shared", "zero_init", "rational", "constants"])
-def test_nora_gives_each_expert_coefficients_of_its_own(tuning, rational, tmp_path):
-    model, ids = FAMILIES["mixtral"].build(), torch.randint(64, (2, 8))
+@pytest.mark.parametrize(
+    ("name", "tuning"),
+    [("mixtral", each) for each in ("low_rank", "shared", "zero_init", "rational", "constants")]
+    + [(each, "low_rank") for each in ("llama4_text", "longcat_flash", "dbrx")],
+)
+def test_nora_gives_each_expert_coefficients_of_its_own(name, tuning, rational, tmp_path):
+    def as_plain(logits):
+        if rational or name == "mixtral":
+            return torch.equal(logits, plain)
+        return torch.allclose(logits, plain, rtol=1e-5, atol=1e-6)  # those of our products, summed in another order
+
+    model, ids = FAMILIES[name].build(), torch.randint(64, (2, 8))
     if rational:
         nlr.augment(model, nlr.RationalConfig(groups=4), verbose=False)
     plain = model(ids).logits
     config = nlr.NoraConfig(tuning=tuning, anchor="none" if rational else "exact")
     tuned = get_peft_model(model, config)
-    assert torch.equal(tuned(ids).logits, plain)
-    activation = tuned.base_model.model.model.layers[0].mlp.experts.act_fn
+    assert as_plain(tuned(ids).logits)
+    activation = next(each for each in tuned.modules() if isinstance(each, NoraActivation) and each.num_experts)
     side = "lora_numerator_b" if tuning in ("low_rank", "shared") else "lora_numerator"
     own = getattr(activation, side)["default"].weight
-    assert len(own) == 4 * config.groups
+    assert len(own) == (2 if name == "llama4_text" else 4) * config.groups
     rows = []
     hook = activation.register_forward_hook(lambda module, given, _: rows.append((given[0], module.expert_ends)))
     tuned(ids)
@@ -426,19 +438,19 @@ def test_nora_gives_each_expert_coefficients_of_its_own(tuning, rational, tmp_pa
     assert not changed[ends[expert] :].any()
     found = tuned.eval()(ids).logits
     with tuned.disable_adapter():
-        assert torch.equal(tuned(ids).logits, plain)
+        assert as_plain(tuned(ids).logits)
     tuned.save_pretrained(tmp_path / "adapter")
     tuned.merge_adapter()
     torch.testing.assert_close(tuned(ids).logits, found, rtol=1e-4, atol=1e-5)
     tuned.unmerge_adapter()
     base = tuned.unload()
     assert torch.equal(base(ids).logits, plain)
-    assert (type(base.model.layers[0].mlp.experts) is MixtralExperts) is not rational
+    assert any(type(each).__bases__[0] is ExpertsLayer for each in base.modules()) is rational
     merged = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
     torch.testing.assert_close(merged(ids).logits, found, rtol=1e-4, atol=1e-5)
     merged.save_pretrained(tmp_path / "merged")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert torch.equal(loaded(ids).logits, merged(ids).logits)
+    assert torch.equal(realigned(loaded)(ids).logits, realigned(merged)(ids).logits)
 
 
 def test_an_augmented_mixture_is_copied_pickled_compiled_and_checkpointed():
@@ -462,6 +474,24 @@ def test_an_augmented_mixture_is_copied_pickled_compiled_and_checkpointed():
     weights = weights.float()
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x, index, weights), experts(x, index, weights))
+
+
+class OtherExperts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+
+    def forward(self, x):
+        return (x @ self.weight).sum(0)
+
+
+@pytest.mark.parametrize("config", [CONFIGS["cosnet"], SINE])
+def test_experts_of_other_classes_are_skipped_and_listed(config):
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), OtherExperts(), torch.nn.Linear(WIDTH, WIDTH))
+    weight = model[1].weight
+    report = nlr.augment(model, config, include=".*", verbose=False)
+    assert report.skipped == {"1": "holds weights as 3-D parameters, which are no linears"}
+    assert dict(model[1].named_parameters()) == {"weight": weight}
 
 
 def test_experts_that_cannot_have_a_branch_are_refused_by_name():

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nonlinear_lowrank.methods.expert_layouts import layout_of
+
 from .core import METHODS
 from .experts import sort_rows
 from .rational import RationalActivation, put_rational
@@ -31,7 +33,9 @@ def put_rational_experts(model: nn.Module, names: list[str], settings: dict[str,
     """Put rational functions in the place of activations, those of experts too."""
     put_rational(model, names, settings, RationalOfExperts if settings.get("experts") else RationalActivation)
     for name in names if settings.get("experts") else ():
-        sort_rows(model, name.rpartition(".")[0])
+        path = name.rpartition(".")[0]
+        held = layout_of(module := model.get_submodule(path)).projections(module)
+        sort_rows(model, path if held else path.rpartition(".")[0])  # DBRX's experts have it in a child
 
 
 METHODS["rational"] = put_rational_experts

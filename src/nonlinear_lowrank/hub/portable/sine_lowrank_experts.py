@@ -1,13 +1,14 @@
 """Sine low-rank weights of experts."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from nonlinear_lowrank.methods.expert_layouts import Projection, grouped_product, layout_of
+from nonlinear_lowrank.methods.expert_layouts import Projection, grouped_product, layout_of, remove_weights
 
 from .core import Layer, keeping_float32, with_state
 from .experts import SortedExperts, take_experts
@@ -18,7 +19,7 @@ class SineExperts(Layer, SortedExperts):
     """Experts whose weights are those of `SineLowRankLinear`, for each expert and each of its linears.
 
     Tensors, of E experts: sine_in_up (E, d_out, k) and sine_in_down (E, k, d_in) of gate and up together, sine_out_up
-    and sine_out_down of the down projection, and the experts' own biases.
+    and sine_out_down of the down projection, where there are two, and the experts' own biases.
     """
 
     float32 = ("sine_in_up", "sine_in_down", "sine_out_up", "sine_out_down")
@@ -30,17 +31,17 @@ class SineExperts(Layer, SortedExperts):
         """Take settings, and factors in the place of the experts' weights."""
         self.sine, self.experts_class = settings, type(plain)
         self.expert_projections = layout_of(plain).projections(plain)
-        like: Tensor = plain.down_proj
+        like: Tensor = attrgetter(self.expert_projections[0].name)(plain)
+        remove_weights(self)
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        for end, (parameter, d_in, d_out, _) in self.ends():
-            del self._parameters[parameter]
+        for end, (_, d_in, d_out, _) in self.ends():
             for side, shape in (("up", (d_out, settings["rank"])), ("down", (settings["rank"], d_in))):
-                factor = torch.empty(plain.num_experts, *shape, device=like.device, dtype=dtype)
+                factor = torch.empty(layout_of(plain).count(plain), *shape, device=like.device, dtype=dtype)
                 self.register_parameter(f"sine_{end}_{side}", nn.Parameter(factor))
 
     def ends(self) -> list[tuple[str, Projection]]:
-        """Return "in" and "out" with their linears."""
-        return list(zip(("in", "out"), self.expert_projections, strict=True))
+        """Return "in" and "out" with their linears, or the first alone."""
+        return list(zip(("in", "out"), self.expert_projections, strict=False))
 
     def reset_parameters(self) -> None:
         """Draw as `SineLowRankLinear` does."""

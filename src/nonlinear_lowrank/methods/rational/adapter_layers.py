@@ -221,7 +221,7 @@ class NoraActivation(TensorLayer):
     def __init__(self, base_layer: nn.Module, site: Site) -> None:
         super().__init__(base_layer)
         self.formula, self.width, self.channel_dim = site.formula, site.width, site.channel_dim
-        self.num_experts: int | None = getattr(site.experts, "num_experts", None)
+        self.num_experts = site.experts
         self.expert_ends: list[int] | None = None
         # Not submodules: a neighbour that tells the device, and the plain activation while another is merged in.
         self._neighbour = (site.neighbour,)

@@ -289,7 +289,7 @@ def _target(name: str, site: Site, config: RationalConfig) -> Target:
         activation=config.activation or site.formula,
         channel_dim=config.channel_dim or site.channel_dim,  # type: ignore[arg-type]
         width=config.width or site.width,
-        experts=site.experts and site.experts.num_experts,  # type: ignore[arg-type]
+        experts=site.experts,
     )
     refused = f"{site.bypassed}, or leave it out with exclude=" if site.bypassed else ""
     if isinstance(site.module, RationalActivation):

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 from transformers import activations as hf
 
-from nonlinear_lowrank.methods.experts import has_interface, projections
+from nonlinear_lowrank.methods.expert_layouts import layout_of
+from nonlinear_lowrank.methods.experts import expert_count, projections
 from nonlinear_lowrank.methods.matrix import matrix_of
 from nonlinear_lowrank.surgery.targets import functions_called, why_bypassed
 
@@ -72,8 +73,8 @@ class Site:
     """Reason for which swapping would do nothing, with the fix; empty: it is used."""
     skipped: str = ""
     """Reason for which it is skipped unless it is asked for by name: "pooler" or "head"."""
-    experts: nn.Module | None = None
-    """The module that holds experts as 3-D parameters and calls it, which has rows of each."""
+    experts: int | None = None
+    """Number of experts of the module that holds them as 3-D parameters and calls it, which has rows of each."""
 
 
 @dataclass
@@ -238,7 +239,9 @@ def _site(
     before, after = _shapes(children[:place]), _shapes(children[place + 1 :])
     norm = next((each for each in (*children[:place], parent) if isinstance(each, _NORMS_BEHIND_THE_BATCH)), None)
     near = next(iter(before[-1:] + after[:1]), None)
-    experts = parent if has_interface(parent) and attribute == "act_fn" else None
+    around: Any = (each for each in (parent, grandparent) if each is not None and projections(each))
+    called = parent._modules[attribute]
+    experts = next((each for each in around if layout_of(each).activation(each) is called), None)
     width: int | None
     if experts is not None:
         width = projections(experts)[1].d_in
@@ -256,7 +259,8 @@ def _site(
     own: Any = getattr(parent, "experts_class", None)
     calling = parent if own is None else own.__new__(own)
     bypassed = why_bypassed(name, attribute, calling, grandparent)
-    return Site(plain, formula, width, 1 if behind_batch else -1, neighbour, bypassed, skipped, experts)
+    count = None if experts is None else expert_count(experts)
+    return Site(plain, formula, width, 1 if behind_batch else -1, neighbour, bypassed, skipped, count)
 
 
 def _width(

@@ -11,14 +11,15 @@ Biases stay the experts' own. A weight is formed for the experts that have token
 """
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from nonlinear_lowrank.methods.expert_layouts import Projection
-from nonlinear_lowrank.methods.experts import by_expert, experts_forward, projections, with_state
+from nonlinear_lowrank.methods.expert_layouts import Projection, layout_of, remove_weights
+from nonlinear_lowrank.methods.experts import by_expert, expert_count, experts_forward, projections, with_state
 from nonlinear_lowrank.ops.precision import kept_float32
 
 from .op import lowrank_linear, lowrank_weight
@@ -38,28 +39,30 @@ class SineExperts(nn.Module):
     experts_class: Any
     """The class of the plain experts, whose gate it uses."""
     expert_projections: list[Projection]
+    replaced: dict[str, torch.Size]
+    """Shapes of the experts' parameters, by name."""
 
     @classmethod
     def replacing(cls, plain: Any, config: Any) -> Self:
         """Return the layer of these experts, undrawn: it shares nothing with them but their settings."""
         layer: Any = with_state(cls.__new__(cls), plain)
         layer.sine_config, layer.experts_class, layer.expert_projections = config, type(plain), projections(plain)
-        device, dtype = plain.down_proj.device, plain.down_proj.dtype
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        layer.replaced, count = remove_weights(layer), expert_count(plain)
+        like: Tensor = attrgetter(layer.expert_projections[0].name)(plain)
+        wide = torch.float64 if like.dtype == torch.float64 else torch.float32
         for end, each in layer.ends():
-            del layer._parameters[each.name]
             shapes = {"up": (each.d_out, config.rank), "down": (config.rank, each.d_in)}
             for side, shape in shapes.items():
-                factor = torch.empty(plain.num_experts, *shape, device=device, dtype=wide)
+                factor = torch.empty(count, *shape, device=like.device, dtype=wide)
                 layer.register_parameter(f"sine_{end}_{side}", nn.Parameter(factor))
-            if plain.has_bias:
-                bias = torch.empty(plain.num_experts, each.d_out, device=device, dtype=dtype)
+            if getattr(plain, "has_bias", False):
+                bias = torch.empty(count, each.d_out, device=like.device, dtype=like.dtype)
                 layer.register_parameter(f"{each.name}_bias", nn.Parameter(bias))
         return layer
 
     def ends(self) -> list[tuple[str, Projection]]:
-        """Return "in" and "out" with their projections."""
-        return list(zip(_ENDS, self.expert_projections, strict=True))
+        """Return "in" and "out" with their projections; "in" alone where there is one."""
+        return list(zip(_ENDS, self.expert_projections, strict=False))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -74,7 +77,7 @@ class SineExperts(nn.Module):
     def _factors(self, end: str) -> tuple[Tensor, Tensor]:
         return getattr(self, f"sine_{end}_up"), getattr(self, f"sine_{end}_down")
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(self, *inputs: Any) -> Tensor:
         """See the class."""
         ends, config = {each.name: (end, each.d_in) for end, each in self.ends()}, self.sine_config
 
@@ -87,7 +90,7 @@ class SineExperts(nn.Module):
             biases = getattr(self, f"{name}_bias", None)
             return by_expert(of_one, x_SI, ends_E.tolist(), *self._factors(end), biases)
 
-        return experts_forward(self, linear, hidden_states, top_k_index, top_k_weights)
+        return experts_forward(self, linear, *inputs)
 
     def _apply_gate(self, z: Tensor) -> Tensor:
         gated: Tensor = self.experts_class._apply_gate(self, z)
@@ -96,10 +99,24 @@ class SineExperts(nn.Module):
     def dense(self, dtype: torch.dtype) -> nn.Module:
         """Return plain experts with the weights formed."""
         plain: Any = with_state(self.experts_class.__new__(self.experts_class), self)
+        for name in ("expert_projections", "experts_class", "sine_config", "replaced"):
+            vars(plain).pop(name)
+        device = self._factors("in")[0].device
+        for name, shape in self.replaced.items():
+            path, _, local = name.rpartition(".")
+            own: Any = plain.get_submodule(path)
+            if path and type(own) is nn.Module:
+                child_class: Any = own.experts_class
+                own = with_state(child_class.__new__(child_class), own)
+                vars(own).pop("experts_class")
+                plain.set_submodule(path, own)
+            own.register_parameter(local, nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)))
         for end, each in self.ends():
-            weight = torch.stack([self._weight(end, each.d_in, expert) for expert in range(plain.num_experts)])
-            weight = weight.transpose(1, 2).contiguous() if plain.is_transposed else weight
-            plain.register_parameter(each.name, nn.Parameter(weight.to(dtype)))
+            weight = torch.stack([self._weight(end, each.d_in, expert) for expert in range(expert_count(plain))])
+            views = layout_of(plain).matrices(plain, each.name)
+            with torch.no_grad():
+                for view, part in zip(views, weight.transpose(1, 2).chunk(len(views), -1), strict=True):
+                    view.copy_(part)
             for side in ("up", "down"):
                 del plain._parameters[f"sine_{end}_{side}"]
         return plain

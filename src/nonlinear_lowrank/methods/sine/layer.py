@@ -35,7 +35,7 @@ from transformers import initialization as init
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import AdapterArm, Method, Role, register
-from nonlinear_lowrank.methods.experts import active_experts, has_interface, linear_shapes, projections
+from nonlinear_lowrank.methods.experts import active_experts, linear_shapes, projections
 from nonlinear_lowrank.methods.matrix import linear_shape, replace_modules
 from nonlinear_lowrank.ops.precision import kept_float32
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number
@@ -221,7 +221,7 @@ class SineLowRankMethod(Method):
     tensor_parallel = False
 
     def is_target(self, module: nn.Module) -> bool:
-        return super().is_target(module) or has_interface(module)
+        return super().is_target(module) or bool(projections(module))
 
     def build(self, name: str, module: nn.Module, config: Any) -> nn.Module:
         """Build a layer that shares nothing with the plain one, undrawn."""
