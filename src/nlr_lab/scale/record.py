@@ -58,7 +58,7 @@ def _rung(name: str, width: int, tokens: float, results: Record) -> dict[str, An
         "summary": results["recipe"]["summary"],
         "steps": settings["train.steps"],
         "trained_tokens": trained,
-        "text_tokens": results["data"].get("train_tokens"),
+        "text_tokens": results["data"].get("train", {}).get("tokens"),
         "reference": reference,
         "n": results["n"],
         "seeds": seeds,

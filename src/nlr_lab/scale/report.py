@@ -113,14 +113,15 @@ def _law_table(laws: Sequence[Record], reference: str) -> list[str]:
 
 
 def _interval(interval: Record | None, unit: str = "") -> str:
-    if interval is None or interval["value"] is None:
+    """A number with its interval; infinity is null in a record."""
+    if interval is None:
         return NONE
-    text = f"{interval['value']:.4g}{unit}"
-    return (
-        text
-        if interval["low"] is None or interval["high"] is None
-        else (f"{text} [{interval['low']:.4g}, {interval['high']:.4g}]")
+    value, low, high = (
+        "inf" if each is None else f"{each:.4g}" for each in map(interval.get, ("value", "low", "high"))
     )
+    if interval["low"] is None and interval["high"] is None:
+        return value + unit
+    return f"{value}{unit} [{low}, {high}]"
 
 
 def _foretold_tables(foretold: Record) -> list[str]:

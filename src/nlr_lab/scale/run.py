@@ -16,10 +16,12 @@ from typing import Any
 from nlr_lab.compare import compare
 from nlr_lab.compare.model_trials import ModelTrials
 from nlr_lab.compare.record import RESULTS, clean, command_line, record_text
-from nlr_lab.compare.trial import TimeLimit
+from nlr_lab.compare.trial import Plan, TimeLimit
+from nlr_lab.compare.workers import check_workers
 from nlr_lab.runtime.storage import read_json, write_json, write_text
 from nlr_lab.training.arms import Arm
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer
 
 from .fits import best_rate, transfer
 from .ladder import Ladder, Rung
@@ -60,6 +62,11 @@ def run_ladder(
     following = ladder.following()
     ladder.recipe(following)
     arms = [Arm.parse(text) for text in ladder.arms]
+    check_integer("timing_rounds", timing_rounds, minimum=0)
+    if workers is not None:
+        check_workers(workers)
+    for recipe in recipes.values():  # what makes no comparison says so here
+        Plan(ModelTrials(recipe), arms, ladder.seeds, ladder.tune_lr, None, ladder.max_extensions)
     _check(path, ladder)
     options: dict[str, Any] = {"seeds": ladder.seeds, "tune_lr": ladder.tune_lr, "workers": workers, "quiet": quiet}
     options |= {"max_extensions": ladder.max_extensions, "timing_rounds": timing_rounds}

@@ -22,7 +22,6 @@ from .methods import ArmKind, Settings, Setup, as_text
 class LowRank(ArmKind):
     """Every linear of the blocks becomes one of low rank, `rank_ratio` times its smaller side."""
 
-    stage = 2
     defaults: ClassVar[dict[str, float]] = {"rank_ratio": 0.25}
 
     def read(self, settings: Settings) -> dict[str, Any]:

@@ -34,6 +34,8 @@ FORMS = {
     "moe:match=8,experts=4,aux_loss=0.02+noble:rank=4": Arm(
         method="moe+noble", settings={"moe": {"match": "8", "experts": 4, "aux_loss": 0.02}, "noble": {"rank": 4}}
     ),
+    "cola:rank_ratio=0.5": Arm(method="cola", settings={"rank_ratio": 0.5}),
+    "sltrain:density=0.1,scale=0.5": Arm(method="sltrain", settings={"density": 0.1, "scale": 0.5}),
     "moe:hidden=16,active=1": Arm(method="moe", settings={"hidden": 16, "active": 1}),
     "wide-mlp:match=8": Arm(method="wide-mlp", settings={"match": "8"}),
     BOTH: Arm(method="nonlinear-query+noble", settings={"nonlinear-query": {}, "noble": {"rank": 4}}),

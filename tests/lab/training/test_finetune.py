@@ -39,6 +39,8 @@ def test_controls_are_what_is_none_of_our_methods():
     tuned = {"full", "head", "lora", "dora", "peanut"}
     built = {
         "moe",
+        "cola",
+        "sltrain",
         "low-rank",
         "sigmoid-low-rank",
         "relu-low-rank",

@@ -1,0 +1,143 @@
+"""`nlr scale`: a ladder from end to end, going on, predictions that are written first, and refusals."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import nlr_lab.scale.run as scale_run
+from cli_helpers import refused, run, succeed
+from nlr_lab.recipes import get_recipe
+from nlr_lab.scale.ladder import SCALES, Rung, backbone, inner_parameters, scaled
+from nlr_lab.scale.run import run_ladder
+from pretraining_helpers import corpus
+from refusals import assert_refused
+
+ARMS = ("baseline:name=plain", "noble:rank_ratio=0.25,name=noble")
+SIZES = [
+    *("--vocab-size", "280", "--sequence-length", "16", "--eval-sequences", "8", "--batch-size", "4"),
+    *("--seeds", "2", "--tune-lr", "4e-3", "8e-3", "--max-extensions", "1", "--timing-rounds", "2"),
+    *("--evaluations", "4", "--arms", *ARMS, "--tokens", "0.2"),
+]
+
+
+@pytest.fixture(scope="module")
+def climbed(tmp_path_factory):
+    """A ladder of two widths, and how to climb further."""
+    folder = tmp_path_factory.mktemp("scale")
+    text = ["--source", corpus(folder), "--cache-dir", folder / "cache"]
+    command = ["scale", "--scale", "demo", "--out", folder / "out", *text, *SIZES]
+    return folder / "out", command
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+def test_climbs_goes_on_and_judges_what_it_foretold(climbed, capsys, monkeypatch):
+    out, command = climbed
+    printed = succeed(capsys, *command, "--widths", "24", "16")
+    assert "FLOPs multiplier" in printed
+    results = read(out / "results.json")
+    assert [rung["rung"] for rung in results["rungs"]] == ["w16-t0.2", "w24-t0.2"]
+    for rung in results["rungs"]:
+        plain, noble = rung["arms"]["plain"], rung["arms"]["noble"]
+        assert (rung["n"], len(plain["losses"]), rung["reference"]) == (2, 2, "plain")
+        assert plain["compute"] == 3 * rung["trained_tokens"] * plain["flops_per_token"] < noble["compute"]
+        assert rung["trained_tokens"] == rung["steps"] * 4 * 16
+        assert len(plain["tuning"]) >= 2
+        assert noble["against"]["delta"]["n"] == 2
+    assert results["rungs"][0]["trained_tokens"] < results["rungs"][1]["trained_tokens"]
+    assert [(law["arm"], law["form"]) for law in results["laws"]] == [("plain", "A C^-b"), ("noble", "A C^-b")]
+    # The width after the last is foretold, and nothing of it is run.
+    foretold = read(out / "foretold" / "w32-t0.2.json")
+    assert foretold["rungs"] == ["w16-t0.2", "w24-t0.2"]
+    assert not (out / "w32-t0.2").exists()
+    assert results["foretold"]["w32-t0.2"]["losses"] == foretold["losses"]
+
+    # The same command again trains nothing.
+    runs = {path: path.stat().st_mtime_ns for path in out.glob("w*/runs/**/result.json")}
+    succeed(capsys, *command, "--widths", "16", "24")
+    assert {path: path.stat().st_mtime_ns for path in out.glob("w*/runs/**/result.json")} == runs
+    assert read(out / "results.json")["rungs"] == results["rungs"]
+
+    # The next width has three rates around the one foretold, and is held against what was written before.
+    succeed(capsys, *command, "--widths", "32", "--timing-rounds", "0")
+    assert read(out / "foretold" / "w32-t0.2.json") == foretold
+    results = read(out / "results.json")
+    assert len(results["rungs"]) == 3
+    judged = results["foretold"]["w32-t0.2"]
+    for name, arm in results["rungs"][2]["arms"].items():
+        rate = foretold["rates"][name]["lr"]
+        assert {rate / 2, rate, 2 * rate} <= {tried for tried, _ in arm["tuning"]}
+        assert judged["rates"][name]["held"] == (arm["lr"] == pytest.approx(rate))
+        said = judged["losses"][name]["loss"]
+        assert said["measured"] == arm["mean"]
+        inside = said["low"] <= arm["mean"] <= said["high"]
+        assert said["verdict"] == ("confirmed" if inside else "refuted")
+    assert results["laws"][0]["form"] == "E + A C^-b"
+    report = (out / "report.md").read_text()
+    assert "## Foretold: w32-t0.2" in report
+    assert "**confirmed**" in report or "**refuted**" in report
+    assert (out / "ladder.png").stat().st_size > 1000
+
+    # A rung that is stopped in its middle loses nothing of the others.
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scale_run, "compare", stopped)
+    code, _, error = run(capsys, *command, "--widths", "40")
+    assert (code, "resume from the last checkpoint with: nlr scale" in error) == (130, True)
+    assert read(out / "results.json")["rungs"] == results["rungs"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--scale", "huge"], "unknown scale 'huge'; there are demo, small, gpu"),
+        (["--widths", "16", "16"], "widths needs at least one value, and none twice"),
+        (["--widths", "17"], "width 17 does not split into 1 heads of even size"),
+        (["--tokens", "0"], "tokens must be "),
+        (["--tokens", "0.001"], "give --tokens or --widths that make at least 10, or a smaller --batch-size"),
+        (["--tune-lr", "1e-3"], "tune_lr needs at least two different learning rates"),
+        (["--arms", "baseline"], "a comparison needs at least two arms"),
+        (["--arms", "baseline", "nobel"], "unknown arm 'nobel'"),
+        (["--source", "none.txt"], "there is no file or folder 'none.txt'"),
+        (["--steps", "5"], "unrecognized argument --steps"),
+    ],
+)
+def test_refuses_in_one_line_and_writes_nothing(options, words, tmp_path, capsys):
+    error = refused(capsys, "scale", "--out", tmp_path / "out", "--cache-dir", tmp_path / "cache", *options)
+    assert words in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_refuses_other_settings_data_and_folders(tmp_path):
+    ladder = scaled("demo", text=replace(SCALES["demo"].text, source=str(corpus(tmp_path)), cache_dir=str(tmp_path)))
+    ladder = replace(ladder, widths=(16,), arms=ARMS)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    assert_refused("is not empty and holds no ladder; name another --out", run_ladder, ladder, tmp_path / "mine")
+    (tmp_path / "out").mkdir()
+    settings = {"settings": ladder.shared() | {"batch_size": 4}, "fingerprint": "other"}
+    (tmp_path / "out" / "ladder.json").write_text(json.dumps(settings))
+    assert_refused("batch_size was 4 in .* and is 8 now; use the former", run_ladder, ladder, tmp_path / "out")
+    other = replace(ladder, batch_size=4)
+    assert_refused("are of other data; bring those back", run_ladder, other, tmp_path / "out", quiet=True)
+
+
+def test_shapes_are_those_of_the_recipes():
+    for name in ("llm-demo", "llm-small", "llm-base", "llm-large"):
+        wanted = get_recipe(name).task.backbone
+        assert backbone(wanted.width, 1.0, "stock") == wanted
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_scale_has_a_model_and_arms_at_every_width(scale):
+    ladder = SCALES[scale]
+    rungs = [*ladder.rungs(), ladder.following()]
+    recipes = [ladder.recipe(rung) for rung in rungs]
+    for rung, recipe in zip(rungs, recipes, strict=True):
+        tokens = recipe.train.steps * recipe.train.batch_size * recipe.task.sequence_length
+        assert tokens == pytest.approx(rung.tokens * inner_parameters(recipe.task), rel=0.05)
+    assert Rung(width=48, tokens=20.0).name == "w48-t20"
