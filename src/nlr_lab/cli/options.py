@@ -15,9 +15,11 @@ import tyro
 from tyro import _errors as refusals  # its only structured account of an error; pyproject bounds the version
 
 from nlr_lab.recipes import RECIPES, check_name, get_recipe, recipe_function, recipes_of
+from nlr_lab.runtime.processes import rank
 from nonlinear_lowrank.errors import UserError
 
 from .settings_file import as_arguments, read_settings
+from .spellings import find
 
 Options = TypeVar("Options")
 
@@ -43,7 +45,8 @@ def parse(
     """Read a command line into a dataclass, whose fields' documentation becomes the help.
 
     A nested field may be given by the end of its name as long as that end is unique: `--lr` for
-    `--train.lr`, `--text.source` for `--task.text.source`. Integers may be written as 1e3.
+    `--train.lr`, `--text.source` for `--task.text.source`. Integers may be written as 1e3. Names of transformers'
+    settings are accepted where they mean the same (`spellings`).
 
     Raises:
         UserError: an unknown option, a value that does not fit, or a value that the dataclass refuses.
@@ -108,7 +111,10 @@ def parse_recipe(
     if command in ("train", "finetune"):
         description += f"\n\nA run again, with its own recipe and arm: nlr {command} --from RUN --out NEW."
     default = options(**defaults(recipe), **own)
-    rest = [*as_arguments(settings, [each for each in _leaves(default) if each != "config"], file, rest), *rest]
+    leaves = list(_leaves(default))
+    of_file = as_arguments(settings, [each for each in leaves if each != "config"], file, rest)
+    of_file, rest = ([_lengthen(each, leaves) for each in texts] for texts in (of_file, rest))
+    rest = _with_lengths(of_file, rest, own["train"])
     parsed = parse(options, rest, command=f"{command} {name}", description=description, default=default)
     chosen = {each: getattr(parsed, each) for each in own}
     if "task" in chosen:
@@ -142,14 +148,55 @@ def _leaves(value: Any, prefix: str = "") -> Iterator[str]:
 def _lengthen(argument: str, known: Sequence[str]) -> str:
     """Return the argument with a shortened option name written out; tyro refuses what fits none."""
     match = re.fullmatch(r"--(no-)?([a-z][a-z0-9_.-]*)(=.*)?", argument, re.DOTALL)
-    name = match[2].replace("-", "_") if match else ""
-    ends = [leaf for leaf in known if leaf.endswith(f".{name}")]
-    if not match or name in known or not ends:
+    if not match:
+        return argument
+    ends = find(match[2].replace("-", "_"), known)
+    if not ends:
         return argument
     if len(ends) > 1:
         raise UserError(f"--{match[2]} may be {' or '.join(map(_option, ends))}; write one of them")
-    stem, _, last = ends[0].rpartition(".")
-    return _option(f"{stem}.{match[1] or ''}{last}") + (match[3] or "")
+    stem, dot, last = ends[0].rpartition(".")
+    return _option(f"{stem}{dot}{match[1] or ''}{last}") + (match[3] or "")
+
+
+def _with_lengths(of_file: Sequence[str], own: Sequence[str], train: Any) -> list[str]:
+    """Return the options of a file and the user's own, with what a length of training implies.
+
+    Epochs take the place of steps, and a warm-up keeps its share of a training that is shorter or in epochs.
+
+    Raises:
+        UserError: the user gives steps and epochs.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("steps", "epochs", "warmup-steps", "warmup-share"):
+        parser.add_argument(f"--train.{name}", nargs="?", default="None", const="None", dest=name)
+    whole: list[str] = []
+    steps, warmup = train.steps, train.warmup_steps
+    for arguments in (of_file, own):
+        given = {name: text for name, text in vars(parser.parse_known_args(arguments)[0]).items() if text != "None"}
+        more: list[str] = []
+        try:
+            length = _integer(given.get("steps", "0"))
+            asked = (
+                _integer(given["warmup-steps"]) if "warmup-steps" in given else 0 if "warmup-share" in given else None
+            )
+        except ValueError:  # which the parser of all options refuses
+            return [*of_file, *own]
+        if "epochs" in given and length and arguments is own:
+            raise UserError("--steps and --epochs are two ways to say one thing; omit one of them")
+        if "epochs" in given and not length and steps:
+            more = ["--train.steps=0"]
+            if warmup and asked is None:
+                more += ["--train.warmup-steps=0", f"--train.warmup-share={warmup / steps}"]
+            steps = warmup = 0
+        elif warmup and asked is None and 0 < length < steps:
+            steps, warmup, before = length, max(1, round(warmup * length / steps)), warmup
+            more = [f"--train.warmup-steps={warmup}"]
+            if rank() == 0:
+                print(f"nlr: warm-up of {warmup} steps in place of {before}; --warmup-steps sets it", file=sys.stderr)
+        steps, warmup = length or steps, warmup if asked is None else asked
+        whole += [*arguments, *more]
+    return whole
 
 
 def _option(name: str) -> str:
@@ -159,6 +206,8 @@ def _option(name: str) -> str:
 def _reason(event: refusals.ParseErrorEvent, known: Sequence[str]) -> str:
     """Error of arguments that tyro refuses."""
     if isinstance(event, refusals.UnrecognizedArgs):
+        if event.tokens[0].lower() in ("true", "false"):
+            return f"unrecognized argument {event.tokens[0]}; what is on or off takes no value: --bf16 or --no-bf16"
         options = [_option(name) for leaf in known for name in (leaf, leaf.rpartition(".")[2])]
         near = difflib.get_close_matches(event.tokens[0].partition("=")[0], options, n=1)
         return f"unrecognized argument {event.tokens[0]}{f'; did you mean {near[0]}?' if near else ''}"

@@ -12,6 +12,8 @@ from nlr_lab.runtime.storage import as_option, flatten
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import one_line
 
+from .spellings import find
+
 _OTHERS = ("name", "description", "arm", "arms", "seeds", "tune_lr")  # of a recipe: some are of other commands
 _CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(,.*)?")  # a module:function
 
@@ -65,13 +67,15 @@ def as_arguments(settings: Mapping[str, Any], known: Sequence[str], path: str, g
     """
     arguments = []
     for name, value in flatten(settings).items():
-        if name not in known and not any(each.endswith(f".{name}") for each in known):
+        found = find(name, known)
+        if not found:
             if name in _OTHERS:
                 continue
             near = difflib.get_close_matches(name, [*known, *(each.rpartition(".")[2] for each in known)], n=1)
             raise UserError(
                 f"--config {path} has an unknown setting {name}{f'; did you mean {near[0]}?' if near else ''}"
             )
+        name = found[0] if len(found) == 1 else name
         if name in ("arm", "arms") and any(each.partition("=")[0] == f"--{name}" for each in given):
             continue
         values = [str(each) for each in (value if isinstance(value, list) else [value])]

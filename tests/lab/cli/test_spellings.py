@@ -1,0 +1,102 @@
+"""Names that transformers, trl and peft have for settings; lengths of training that say what others mean."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+from transformers import TrainingArguments
+
+from cli_helpers import refused
+from nlr_lab.cli.compare import CompareOptions
+from nlr_lab.cli.options import parse_recipe
+from nlr_lab.cli.spellings import DIFFERENT, SAME
+from nlr_lab.cli.train import TrainOptions
+from nlr_lab.recipes import get_recipe
+
+VALUES = {"out": "runs/mine", "tracker": "none", "compile_mode": "default", "tokenizer": "gpt2", "compile": None}
+SCRIPTS = {"block_size", "tokenizer_name", "warmup_ratio"}  # of transformers' example scripts, and of its version 4
+
+
+def read(*arguments, command="train"):
+    options = TrainOptions if command == "train" else CompareOptions
+    out = {"out": "runs/x", **({"arm": "baseline"} if command == "train" else {})}
+    if command == "compare":
+        out |= {"timing_rounds": 0, "seeds": 1, "tune_lr": (), "arms": ("baseline",)}
+    recipe, chosen = parse_recipe(options, [*map(str, arguments)], command=command, defaults=lambda recipe: out)
+    return recipe.train, recipe.task, chosen.out
+
+
+def given(name, value):
+    option = "--" + name.replace("_", "-")
+    return [option] if value is None else [option, value]
+
+
+@pytest.mark.parametrize("word", SAME)
+def test_a_name_of_transformers_acts_as_ours(word):
+    assert word in SCRIPTS or word in {each.name for each in dataclasses.fields(TrainingArguments)}
+    value = VALUES.get(SAME[word], "0.25" if "ratio" in word else "40")
+    more = {"epochs": (), "warmup_share": ("--warmup-steps", "0"), "compile_mode": ("--compile",)}.get(SAME[word], ())
+    plain = read("llm-demo")
+    theirs, ours = (read("llm-demo", *given(name, value), *more) for name in (word, SAME[word]))
+    assert theirs == ours
+    assert SAME[word] == "compile_mode" or ours != plain
+    assert read("llm-demo", *[f"--{word}"] if value is None else [f"--{word}={value}"], *more) == ours
+
+
+@pytest.mark.parametrize("word", DIFFERENT)
+def test_a_name_of_another_tool_is_answered_by_ours(capsys, word):
+    ours, how = DIFFERENT[word]
+    option = given(ours.rpartition(".")[2], None)[0]
+    err = refused(capsys, "finetune", "instruct-small", *given(word, "1"))
+    assert err == f"nlr: {given(word, None)[0]}: {how.format(option)}\n"
+    if ours == "arm":
+        assert how.format("--arms") in refused(capsys, "compare", "llm-demo", *given(word, "1"))
+    # Where there is no such setting, it is as any other word.
+    assert "unrecognized argument" in refused(capsys, "verify", "x", *given(word, "1"))
+
+
+def test_a_file_may_have_names_of_transformers(tmp_path, capsys):
+    file = tmp_path / "theirs.yaml"
+    file.write_text("learning_rate: 3e-3\nmax_steps: 60\nreport_to: none\noutput_dir: runs/y\n")
+    train, _, out = read("llm-demo", "--config", file)
+    assert (train.lr, train.steps, train.tracker, out) == (3e-3, 60, "none", "runs/y")
+    file.write_text("per_device_train_batch_size: 4\n")
+    assert "--batch-size" in refused(capsys, "train", "llm-demo", "--config", file)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "epochs", "warmup", "share"),
+    [
+        ([], 300, None, 30, 0.0),
+        (["--steps", "20"], 20, None, 2, 0.0),
+        (["--steps", "3"], 3, None, 1, 0.0),
+        (["--steps", "600"], 600, None, 30, 0.0),
+        (["--steps=20", "--warmup-steps=15"], 20, None, 15, 0.0),
+        (["--steps=20", "--warmup-steps=0", "--warmup-share", "0.5"], 20, None, 0, 0.5),
+        (["--epochs", "2"], 0, 2.0, 0, 0.1),
+        (["--epochs", "2", "--warmup-steps", "7"], 0, 2.0, 7, 0.0),
+    ],
+)
+def test_a_length_says_what_the_others_are(capsys, options, steps, epochs, warmup, share):
+    train, _, _ = read("llm-demo", *options)
+    assert (train.steps, train.epochs, train.warmup_steps, train.warmup_share) == (steps, epochs, warmup, share)
+    note = capsys.readouterr().err
+    expected = f"nlr: warm-up of {warmup} steps in place of 30; --warmup-steps sets it\n"
+    assert note == (expected if options in (["--steps", "20"], ["--steps", "3"]) else "")
+
+
+def test_a_length_is_that_of_the_file_that_it_changes(tmp_path, capsys):
+    file = tmp_path / "recipe.json"
+    whole = dataclasses.replace(get_recipe("llm-demo").train, steps=1000, warmup_steps=200)
+    file.write_text(json.dumps({"recipe": {"name": "llm-demo", "train": dataclasses.asdict(whole)}}))
+    assert read("--config", file)[0].warmup_steps == 200
+    assert read("--config", file, "--steps", "500")[0].warmup_steps == 100
+    assert read("--config", file, "--epochs", "3")[0].warmup_share == 0.2
+    file.write_text('{"train": {"steps": 500, "warmup_steps": 0}}')
+    assert read("llm-demo", "--config", file, "--steps", "50")[0].warmup_steps == 0
+    file.write_text('{"train": {"epochs": 2}}')
+    train = read("llm-demo", "--config", file)[0]
+    assert (train.steps, train.epochs, train.warmup_share) == (0, 2, 0.1)
+    assert read("llm-demo", "--config", file, "--steps", "50")[0].steps == 50
+    assert re.search("omit one", refused(capsys, "train", "llm-demo", "--steps", "50", "--epochs", "2"))
