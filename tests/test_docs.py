@@ -42,6 +42,6 @@ def test_the_front_page_is_the_readme_with_its_picture_and_links(site):
     assert "Two commands" in text
     for picture in re.findall(r'<img[^>]* src="([^"]+\.png)"', text):
         assert (site / picture).is_file(), picture
-    assert 'href="noble.html"' in text
+    assert 'href="training.html"' in text
     assert "studies/llm_small/README.md</code>" in text  # outside of the site: its path, no link
     assert 'href="docs/' not in text
