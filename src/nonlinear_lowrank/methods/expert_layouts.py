@@ -112,7 +112,7 @@ class Layout:
         y_SO = self.mlp(module, linear, hidden_states[order_S // k], expert_S, ends_E)
         y_SO = y_SO * top_k_weights.reshape(-1)[order_S, None]
         back_S = torch.empty_like(order_S)
-        back_S[order_S] = torch.arange(len(order_S), device=order_S.device)
+        back_S[order_S] = torch.arange(order_S.shape[0], device=order_S.device)
         return y_SO[back_S].view(tokens, k, -1).sum(1).to(hidden_states.dtype)
 
     def _ends(self, module: Any, expert_S: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from travel_helpers import CASES, assert_close, prepared
+from travel_helpers import CASES, OWN_EXPERTS, assert_close, prepared
 
 
 class Logits(torch.nn.Module):
@@ -63,8 +63,12 @@ def check(program, inputs, expected):
     assert_close(program.module()(**inputs), expected)
 
 
-def test_programs_take_any_number_of_tokens():
-    model, inputs, _ = prepared("several", "llama")
+OF_EXPERTS = [("noble", name) for name in ("mixtral", *OWN_EXPERTS)] + [("sine", "dbrx"), ("rational", "longcat_flash")]
+
+
+@pytest.mark.parametrize(("row", "name"), [("several", "llama"), *OF_EXPERTS])
+def test_programs_take_any_number_of_tokens(row, name):
+    model, inputs, _ = prepared(row, name)
     tokens = torch.export.Dim("tokens", min=2, max=64)
     model.config.use_cache = False
     program = torch.export.export(model, (), kwargs=inputs, dynamic_shapes={"input_ids": {1: tokens}})

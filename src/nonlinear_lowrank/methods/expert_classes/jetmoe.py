@@ -24,7 +24,7 @@ class JetMoeLayout(Layout):
         """(S, I), and the number of rows of each expert -> (S, O)."""
         x_SI, sizes = inputs
         numbers_E = torch.arange(len(sizes), device=x_SI.device)
-        expert_S = numbers_E.repeat_interleave(torch.tensor(sizes, device=x_SI.device), output_size=len(x_SI))
+        expert_S = numbers_E.repeat_interleave(torch.tensor(sizes, device=x_SI.device), output_size=x_SI.shape[0])
         ends_E = torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=x_SI.device)
         return linear("weight", x_SI, expert_S, ends_E)
 

@@ -24,7 +24,7 @@ class Llama4Layout(Layout):
         """(E x T, d), expert by expert -> the same shape; rows of zeros stay, which no branch may fill."""
         (hidden_states,) = inputs
         rows_S = hidden_states.any(-1).nonzero()[:, 0]
-        expert_S = rows_S // (len(hidden_states) // self.count(module))
+        expert_S = rows_S // (hidden_states.shape[0] // self.count(module))
         y_SO = self.mlp(module, linear, hidden_states[rows_S], expert_S, self._ends(module, expert_S))
         return torch.zeros_like(hidden_states).index_copy(0, rows_S, y_SO.to(hidden_states.dtype))
 
