@@ -256,7 +256,7 @@ def lay_out(cost: ArmCost, config: PlanConfig, *, sharding: int, micro_batch: in
         "copies and buffers": buffers,
         "runtime and loss": _RUNTIME + loss[0] + loss[1] * micro_batch,
     }
-    # As `training.checkpoints` copies: of weights that are not sharded rank 0 alone, of the optimizer each its part.
+    # As `training.checkpoints` copies: of weights that are not sharded rank 0 alone, of the optimizer each a share.
     beside = min(config.gpus, config.hardware.node)
     weights = cost.saved_bytes * (beside / config.gpus if sharding > 1 else 1)
     moved, communication = _traffic(cost, config, sharding, accumulation, width)
@@ -271,7 +271,7 @@ def lay_out(cost: ArmCost, config: PlanConfig, *, sharding: int, micro_batch: in
         accumulation=accumulation,
         recompute=recompute,
         memory=memory,
-        host=weights + beside * cost.optimizer_bytes / sharding,
+        host=weights + cost.optimizer_bytes * beside / (sharding if sharding > 1 else config.gpus),
         fits=sum(memory.values()) <= config.room,
         moved=moved,
         compute_seconds=compute,

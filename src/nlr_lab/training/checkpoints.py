@@ -16,11 +16,11 @@ must be visible to all processes. With another number of processes a run resumes
 import base64
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -95,19 +95,24 @@ def copied_weights(folder: Path, model: Any, *, rank: int, processes: int) -> di
     share: dict[str, dict[str, torch.Tensor]] = {}
     for file, names in laid_out.items():
         shards = 1 if is_adapted(model) else processes
-        places, done, size = dict[str, str](), 0, sum(weights[name].nbytes for name in names.values())
-        for key, name in names.items():
-            owner, tensor = min(done * shards // max(size, 1), shards - 1), weights[name].detach()
-            done += tensor.nbytes
+        places, sizes = dict[str, str](), [weights[name].nbytes for name in names.values()]
+        for (key, name), owner in zip(names.items(), _owners(sizes, shards), strict=True):
+            tensor = weights[name].detach()
             places[key] = file if shards == 1 else f"{Path(file).stem}-{owner + 1:05}-of-{shards:05}.safetensors"
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if owner == rank:
                 share.setdefault(places[key], {})[key] = whole.to("cpu", copy=True).contiguous()
         if shards > 1 and rank == 0:
-            index = {"metadata": {"total_size": size}, "weight_map": places}
+            index = {"metadata": {"total_size": sum(sizes)}, "weight_map": places}
             (folder / file).unlink()
             (folder / f"{file}.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return share
+
+
+def _owners(sizes: Sequence[int], processes: int) -> list[int]:
+    """Return for tensors of these bytes the process that writes each: an equal share of the bytes for all."""
+    starts = accumulate(sizes[:-1], initial=0)
+    return [min(start * processes // max(sum(sizes), 1), processes - 1) for start in starts][: len(sizes)]
 
 
 def write_weights(folder: Path, share: Mapping[str, dict[str, torch.Tensor]]) -> None:
@@ -192,21 +197,36 @@ def _buffers(model: nn.Module, weights: dict[str, Any]) -> dict[str, torch.Tenso
 # --- the optimizer's tensors, whole or sharded, by torch's distributed checkpoints ----------------------------
 
 
-def copied_optimizer(model: nn.Module, wrapped: Any) -> tuple[dict[str, Any], Any]:
-    """Copy this process's part of the optimizer's tensors to the CPU, as "exp_avg/<parameter>"; return groups too."""
+class OptimizerPart(NamedTuple):
+    """A process's part of an optimizer's state."""
+
+    tensors: dict[str, Any]
+    """Copies on the CPU, as "exp_avg/<parameter>"."""
+    files: dict[str, int]
+    """Number of the file of every tensor, also of other processes'."""
+    groups: Any
+    """Parameter groups."""
+
+
+def copied_optimizer(model: nn.Module, wrapped: Any, *, rank: int, processes: int) -> OptimizerPart:
+    """Copy this process's part to the CPU: its shards, and a share of the tensors that every process has whole."""
     state: Any = get_optimizer_state_dict(model, getattr(wrapped, "optimizer", wrapped))
-    tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in _tensors(state).items()}
-    return tensors, state["param_groups"]
-
-
-def write_optimizer(folder: Path, tensors: dict[str, Any], group: Any = None) -> None:
-    """Write optimizer/*.safetensors, each process its own part; all call it, and exchange plans in `group`."""
-    sizes = [tensor.nbytes for tensor in tensors.values()]
+    tensors = _tensors(state)
+    whole = [name for name, tensor in tensors.items() if not isinstance(tensor, DTensor)]
+    owners = dict(zip(whole, _owners([tensors[name].nbytes for name in whole], processes), strict=True))
+    own = {name: tensor for name, tensor in tensors.items() if owners.get(name, rank) == rank}
+    copies = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in own.items()}
+    starts = accumulate((tensor.nbytes for tensor in tensors.values()), initial=0)
     # torch copies a whole file in memory before it writes it, and lets no other thread run meanwhile.
-    files = {name: 1 + before // _FILE for name, before in zip(tensors, accumulate(sizes, initial=0), strict=False)}
+    files = {name: 1 + before // _FILE for name, before in zip(tensors, starts, strict=False)}
+    return OptimizerPart(copies, files, state["param_groups"])
+
+
+def write_optimizer(folder: Path, part: OptimizerPart, group: Any = None) -> None:
+    """Write optimizer/*.safetensors, each process its own part; all call it, and exchange plans in `group`."""
     with _plain_errors():
-        writer = HuggingFaceStorageWriter(str(folder / "optimizer"), files, save_distributed=True)
-        dcp.save(tensors, storage_writer=writer, process_group=group)
+        writer = HuggingFaceStorageWriter(str(folder / "optimizer"), part.files, save_distributed=True)
+        dcp.save(part.tensors, storage_writer=writer, process_group=group)
 
 
 def read_optimizer(folder: Path, model: nn.Module, wrapped: Any, groups: Any = None) -> None:

@@ -396,16 +396,18 @@ class RunTrainer(Trainer):
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
                 return str(stack.enter_context(staged_folder(self.checkpoints / f"step-{step:06d}", about)))
 
-            folder, groups = Path(on_rank_0(begin)), None
-            share, optimizer = dict[str, Any](), dict[str, Any]()
+            folder = Path(on_rank_0(begin))
+            share, optimizer = dict[str, Any](), None
             if self.is_deepspeed_enabled:
                 deepspeed.write_engine(self.model_wrapped, folder, adapted=is_adapted(plain))
             else:
                 shards = self.args.world_size if self.is_fsdp_enabled else 1
                 share = files.copied_weights(folder, plain, rank=rank, processes=shards)
-                optimizer, groups = files.copied_optimizer(self.model, self.optimizer)
+                part = {"rank": rank, "processes": self.args.world_size}
+                optimizer = files.copied_optimizer(self.model, self.optimizer, **part)
 
             def describe() -> None:
+                groups = None if optimizer is None else optimizer.groups
                 state = {"groups": groups, "scheduler": self.lr_scheduler.state_dict(), "random": states}
                 state["window"] = window
                 (folder / "state.json").write_text(json.dumps(state) + "\n", encoding="utf-8")
@@ -421,7 +423,7 @@ class RunTrainer(Trainer):
                     prune(self.checkpoints, step, keep)
 
             with refused(), staged:
-                if optimizer:
+                if optimizer is not None:
                     together(lambda: files.write_weights(folder, share), group)
                     files.write_optimizer(folder, optimizer, group)
                 on_rank_0(finish, group)

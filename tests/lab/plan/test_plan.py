@@ -150,7 +150,7 @@ def count(place, copy, tensors_of):
 
 checkpoints.copied_weights = count(
     0, checkpoints.copied_weights, lambda share: [each for file in share.values() for each in file.values()])
-checkpoints.copied_optimizer = count(1, checkpoints.copied_optimizer, lambda copies: copies[0].values())
+checkpoints.copied_optimizer = count(1, checkpoints.copied_optimizer, lambda part: part.tensors.values())
 run_training(make_recipe("noble:rank=4", steps=2), sys.argv[1], prepared=FakeText(), quiet=True)
 with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
     json.dump(held, file)
@@ -166,9 +166,8 @@ def test_copies_of_two_processes_are_those_of_a_node(sharding, tmp_path, monkeyp
     held = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     cost = arm_cost(load_model(tmp_path / "checkpoints" / "step-000002"), "noble", LENGTH)
     plan = lay_out(cost, config(gpus=2), sharding=sharding, micro_batch=32, recompute=False)
-    # Each process has the step number of every tensor.
-    steps = 4 * len(list(load_model(tmp_path / "model").parameters())) if sharding == 2 else 0
-    assert plan.host + steps == sum(held[0]) + sum(held[1])
+    assert plan.host == sum(held[0]) + sum(held[1])
+    assert held[0][1] == pytest.approx(held[1][1], rel=0.25)
     assert (held[1][0] == 0) == (sharding == 1)
 
 
@@ -193,8 +192,8 @@ def test_frozen_weights_are_not_copied(change, tmp_path):
     model(**inputs_of(model, 2))["loss"].backward()
     optimizer.step()
     weights = copied_weights(tmp_path, model, rank=0, processes=1)
-    state, _ = copied_optimizer(model, optimizer)
-    copies = [each for tensors in (*weights.values(), state) for each in tensors.values()]
+    state = copied_optimizer(model, optimizer, rank=0, processes=1)
+    copies = [each for tensors in (*weights.values(), state.tensors) for each in tensors.values()]
     cost = arm_cost(getattr(model, "get_base_model", lambda: model)(), "some", LENGTH, bf16=False)
     plan = lay_out(cost, config(), sharding=1, micro_batch=64, recompute=False)
     assert plan.host == sum(each.nbytes for each in copies)
