@@ -4,8 +4,8 @@ A rung is a width and a number of tokens a parameter. Its model is a GLM whose s
 
 | width | layers | heads | MLP  |                              |
 |-------|--------|-------|------|------------------------------|
-| 48    | 4      | 2     | 128  | 110,592 outside embeddings   |
-| 64    | 4      | 2     | 176  | 200,704                      |
+| 48    | 4      | 2     | 128  | 111,024 outside embeddings   |
+| 64    | 4      | 2     | 176  | 201,280                      |
 | 128   | 4      | 4     | 344  | llm-demo's                   |
 | 512   | 6      | 8     | 1376 | llm-small's                  |
 | 1024  | 12     | 8     | 2752 | llm-base's, 250M with vocabulary |

@@ -13,7 +13,8 @@ from nlr_lab.runtime.storage import read_json
 from .fits import Interval, Laws
 
 Record = Mapping[str, Any]
-_FORWARD_AND_BACKWARD = 3  # times the FLOPs of a forward pass
+FORWARD_AND_BACKWARD = 3
+"""Times the FLOPs of a forward pass."""
 
 
 def read_rungs(path: Path) -> list[dict[str, Any]]:
@@ -40,7 +41,7 @@ def _rung(name: str, width: int, tokens: float, results: Record) -> dict[str, An
         arms[arm["name"]] = {
             "parameters": arm["parameters"],
             "flops_per_token": flops,
-            "compute": flops and _FORWARD_AND_BACKWARD * trained * flops,
+            "compute": flops and FORWARD_AND_BACKWARD * trained * flops,
             "step_seconds": arm["step_seconds_median"],
             "step_time_ratio": arm["step_time_ratio"],
             "lr": arm["lr"],

@@ -128,10 +128,10 @@ def _foretold_tables(foretold: Record) -> list[str]:
     parts: list[str] = []
     for name, each in sorted(foretold.items(), key=lambda pair: (pair[1]["tokens"], pair[1]["width"])):
         rows = []
-        for arm, said in each["losses"].items():
+        for arm, guesses in each["losses"].items():
             cells = [arm]
             for key in ("loss", "delta"):
-                guess = said.get(key)
+                guess = guesses.get(key)
                 cells += [_interval(guess), *_measured(guess)]
             rows.append(tuple(cells))
         rates = [
@@ -139,7 +139,10 @@ def _foretold_tables(foretold: Record) -> list[str]:
             + ("" if "best" not in rate else ", held" if rate["held"] else f", best was {rate['best']:g}")
             for arm, rate in each["rates"].items()
         ]
-        parts += [f"## Foretold: {name}", f"Written {each['time']} from {', '.join(each['rungs'])}, before it was run."]
+        said = [*each["losses"].values(), *each["rates"].values()]
+        times = ", ".join(dict.fromkeys(one["time"] for one in said))
+        rungs = ", ".join(dict.fromkeys(name for one in said for name in one["rungs"]))
+        parts += [f"## Foretold: {name}", f"Written {times} from {rungs}, before it was run."]
         head = ("arm", "loss [95 %]", "measured", "", "less the reference's [95 %]", "measured", "")
         parts += [markdown_table(head, rows)] if rows else []
         parts += [f"Learning rates: {'; '.join(rates)}."] if rates else []

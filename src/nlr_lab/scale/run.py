@@ -25,7 +25,7 @@ from nonlinear_lowrank.validation import check_integer
 
 from .fits import best_rate, transfer
 from .ladder import Ladder, Rung
-from .record import build_record, laws_of, read_rungs
+from .record import FORWARD_AND_BACKWARD, build_record, laws_of, read_rungs
 from .report import PICTURE, REPORT, draw, render
 
 MARKER, FORETOLD = "ladder.json", "foretold"
@@ -79,7 +79,8 @@ def run_ladder(
         folder = path / rung.name
         compare(trials.recipe, folder, arms=chosen, resume=folder.exists(), command=command, trials=trials, **options)
         write(path, ladder, command)
-    foretell(path, ladder, following, arms, ModelTrials(ladder.recipe(following)), quiet=quiet)
+    if len({each["width"] for each in read_rungs(path) if each["tokens"] == following.tokens}) > 1:
+        foretell(path, ladder, following, arms, ModelTrials(ladder.recipe(following)), quiet=quiet)
     return write(path, ladder, command)
 
 
@@ -114,13 +115,16 @@ def foretell(
 ) -> dict[str, Any]:
     """Return what smaller rungs say of one: a grid of learning rates and a final loss by arm; write it down first.
 
-    What is written stays: arms of which nothing was foretold are added, and only while the rung has no results.
+    What is written stays. Only arms that the rung has not run are added.
     """
     marker, file = path / MARKER, path / FORETOLD / f"{rung.name}.json"
-    foretold: dict[str, Any] = (
-        read_json(file, rates=dict, losses=dict) if file.exists() else {"rates": {}, "losses": {}}
-    )
-    if marker.exists() and {arm.name for arm in arms} <= foretold["rates"].keys():
+    foretold: dict[str, Any] = {"width": rung.width, "tokens": rung.tokens, "rates": {}, "losses": {}}
+    if file.exists():
+        foretold = read_json(file, rates=dict, losses=dict)
+    rungs = read_rungs(path)
+    done = next((each["arms"] for each in rungs if each["rung"] == rung.name), {})
+    wanted = [arm for arm in arms if arm.name not in {*done, *foretold["losses"]}]
+    if marker.exists() and not wanted:
         return foretold
     trials.prepare(quiet=quiet)
     if not marker.exists():
@@ -128,28 +132,31 @@ def foretell(
         write_json(marker, {"settings": clean(ladder.shared()), "fingerprint": trials.fingerprint})
     elif read_json(marker)["fingerprint"] != trials.fingerprint:
         raise UserError(f"the runs in {path} are of other data; bring those back, or use another --out")
-    smaller = [each for each in read_rungs(path) if each["rung"] != rung.name and each["width"] <= rung.width]
+    smaller = [each for each in rungs if each["rung"] != rung.name and each["width"] <= rung.width]
     at_same = [each for each in smaller if each["tokens"] == rung.tokens]
-    tuned = [arm.name for arm in arms if arm.lr is None and not arm.grid]
-    rates = {name: _rate(at_same, name, rung) or _rate(smaller, name, rung) for name in tuned}
-    added = {
-        name: {**found, "grid": [found["lr"] / 2, found["lr"], 2 * found["lr"]]}
-        for name, found in rates.items()
-        if found and name not in foretold["rates"]
-    }
-    foretold["rates"] |= added
-    if not (path / rung.name / RESULTS).exists() and len({each["width"] for each in at_same}) > 1:
-        resolved = trials.resolve(arms)
-        flops = trials.count_and_time(resolved, 0, TimeLimit(None, time.monotonic)).flops
-        steps = trials.recipe.train
-        tokens = steps.steps * steps.batch_size * ladder.text.sequence_length
-        compute = {name: 3 * tokens * each for name, each in flops.items() if each}
-        foretold["losses"] = _losses(at_same, arms, compute) | foretold["losses"]
-    if added or foretold["losses"]:
-        foretold |= {"rungs": [each["rung"] for each in at_same or smaller], "time": foretold.get("time") or _now()}
-        foretold |= {"width": rung.width, "tokens": rung.tokens}
+    written = {"time": datetime.now(UTC).isoformat(timespec="seconds")}
+    for arm in wanted:
+        if arm.lr is not None or arm.grid or arm.name in foretold["rates"]:
+            continue
+        for known in (at_same, smaller):
+            if found := _rate(known, arm.name, rung):
+                grid = [found["lr"] / 2, found["lr"], 2 * found["lr"]]
+                foretold["rates"][arm.name] = {**found, "grid": grid, **written, "rungs": _names(known)}
+                break
+    if wanted and len({each["width"] for each in at_same}) > 1:
+        flops = trials.count_and_time(trials.resolve(arms), 0, TimeLimit(None, time.monotonic)).flops
+        train = trials.recipe.train
+        tokens = train.steps * train.batch_size * ladder.text.sequence_length
+        compute = {name: FORWARD_AND_BACKWARD * tokens * each for name, each in flops.items() if each}
+        for name, said in _losses(at_same, wanted, arms[0].name, compute).items():
+            foretold["losses"][name] = {**said, **written, "rungs": _names(at_same)}
+    if foretold["rates"] or foretold["losses"]:
         write_json(file, foretold)
     return foretold
+
+
+def _names(rungs: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [each["rung"] for each in rungs]
 
 
 def _rate(rungs: Sequence[Mapping[str, Any]], name: str, rung: Rung) -> dict[str, Any] | None:
@@ -162,23 +169,18 @@ def _rate(rungs: Sequence[Mapping[str, Any]], name: str, rung: Rung) -> dict[str
     return transfer(known, rung.width)
 
 
-def _losses(rungs: Sequence[Mapping[str, Any]], arms: Sequence[Arm], compute: Mapping[str, float]) -> dict[str, Any]:
-    """Return each arm's final loss, and its difference from the first arm's, at the FLOPs of another rung."""
-    reference, found = arms[0].name, {}
-    for arm in arms:
-        laws = laws_of(rungs, arm.name, reference)
-        if laws is None or not {arm.name, reference} <= compute.keys():
+def _losses(
+    rungs: Sequence[Mapping[str, Any]], arms: Sequence[Arm], reference: str, compute: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return each arm's final loss, and its difference from the reference's, at the FLOPs of another rung."""
+    found: dict[str, Any] = {}
+    for name in (arm.name for arm in arms):
+        laws = laws_of(rungs, name, reference)
+        if laws is None or not {name, reference} <= compute.keys():
             continue
-        found[arm.name] = {
-            "law": laws.form,
-            "compute": compute[arm.name],
-            "loss": laws.predict(arm.name, compute[arm.name]).to_json(),
-        }
-        if arm.name != reference:
-            delta = laws.predict(arm.name, compute[arm.name], (reference, compute[reference]))
-            found[arm.name]["delta"] = delta.to_json()
+        loss = laws.predict(name, compute[name])
+        found[name] = {"law": laws.form, "compute": compute[name], "loss": loss.to_json()}
+        if name != reference:
+            delta = laws.predict(name, compute[name], (reference, compute[reference]))
+            found[name]["delta"] = delta.to_json()
     return found
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -16,8 +16,8 @@ from refusals import assert_refused
 ARMS = ("baseline:name=plain", "noble:rank_ratio=0.25,name=noble")
 SIZES = [
     *("--vocab-size", "280", "--sequence-length", "16", "--eval-sequences", "8", "--batch-size", "4"),
-    *("--seeds", "2", "--tune-lr", "4e-3", "8e-3", "--max-extensions", "1", "--timing-rounds", "2"),
-    *("--evaluations", "4", "--arms", *ARMS, "--tokens", "0.2"),
+    *("--seeds", "2", "--tune-lr", "4e-3", "8e-3", "--max-extensions", "0", "--timing-rounds", "2"),
+    *("--evaluations", "2", "--arms", *ARMS, "--tokens", "0.06"),
 ]
 
 
@@ -39,7 +39,7 @@ def test_climbs_goes_on_and_judges_what_it_foretold(climbed, capsys, monkeypatch
     printed = succeed(capsys, *command, "--widths", "24", "16")
     assert "FLOPs multiplier" in printed
     results = read(out / "results.json")
-    assert [rung["rung"] for rung in results["rungs"]] == ["w16-t0.2", "w24-t0.2"]
+    assert [rung["rung"] for rung in results["rungs"]] == ["w16-t0.06", "w24-t0.06"]
     for rung in results["rungs"]:
         plain, noble = rung["arms"]["plain"], rung["arms"]["noble"]
         assert (rung["n"], len(plain["losses"]), rung["reference"]) == (2, 2, "plain")
@@ -50,10 +50,11 @@ def test_climbs_goes_on_and_judges_what_it_foretold(climbed, capsys, monkeypatch
     assert results["rungs"][0]["trained_tokens"] < results["rungs"][1]["trained_tokens"]
     assert [(law["arm"], law["form"]) for law in results["laws"]] == [("plain", "A C^-b"), ("noble", "A C^-b")]
     # The width after the last is foretold, and nothing of it is run.
-    foretold = read(out / "foretold" / "w32-t0.2.json")
-    assert foretold["rungs"] == ["w16-t0.2", "w24-t0.2"]
-    assert not (out / "w32-t0.2").exists()
-    assert results["foretold"]["w32-t0.2"]["losses"] == foretold["losses"]
+    foretold = read(out / "foretold" / "w32-t0.06.json")
+    assert all(said["rungs"] == ["w16-t0.06", "w24-t0.06"] for said in foretold["losses"].values())
+    assert foretold["losses"].keys() == foretold["rates"].keys() == {"plain", "noble"}
+    assert not (out / "w32-t0.06").exists()
+    assert results["foretold"]["w32-t0.06"]["losses"] == foretold["losses"]
 
     # The same command again trains nothing.
     runs = {path: path.stat().st_mtime_ns for path in out.glob("w*/runs/**/result.json")}
@@ -61,12 +62,20 @@ def test_climbs_goes_on_and_judges_what_it_foretold(climbed, capsys, monkeypatch
     assert {path: path.stat().st_mtime_ns for path in out.glob("w*/runs/**/result.json")} == runs
     assert read(out / "results.json")["rungs"] == results["rungs"]
 
+    # What is run cannot be foretold any more, nor what too few widths tell.
+    succeed(capsys, *command, "--widths", "16", "--next-width", "24")
+    succeed(capsys, *command, "--widths", "24", "--tokens", "0.1", "--seeds", "1")
+    assert {path.name for path in (out / "foretold").iterdir()} == {"w32-t0.06.json", "w24-t0.1.json"}
+    longer = read(out / "foretold" / "w24-t0.1.json")
+    assert (longer["losses"], longer["rates"].keys()) == ({}, {"plain", "noble"})
+    results = read(out / "results.json")
+
     # The next width has three rates around the one foretold, and is held against what was written before.
     succeed(capsys, *command, "--widths", "32", "--timing-rounds", "0")
-    assert read(out / "foretold" / "w32-t0.2.json") == foretold
+    assert read(out / "foretold" / "w32-t0.06.json") == foretold
     results = read(out / "results.json")
-    assert len(results["rungs"]) == 3
-    judged = results["foretold"]["w32-t0.2"]
+    assert [rung["rung"] for rung in results["rungs"]] == ["w16-t0.06", "w24-t0.06", "w32-t0.06", "w24-t0.1"]
+    judged = results["foretold"]["w32-t0.06"]
     for name, arm in results["rungs"][2]["arms"].items():
         rate = foretold["rates"][name]["lr"]
         assert {rate / 2, rate, 2 * rate} <= {tried for tried, _ in arm["tuning"]}
@@ -77,7 +86,7 @@ def test_climbs_goes_on_and_judges_what_it_foretold(climbed, capsys, monkeypatch
         assert said["verdict"] == ("confirmed" if inside else "refuted")
     assert results["laws"][0]["form"] == "E + A C^-b"
     report = (out / "report.md").read_text()
-    assert "## Foretold: w32-t0.2" in report
+    assert "## Foretold: w32-t0.06" in report
     assert "**confirmed**" in report or "**refuted**" in report
     assert (out / "ladder.png").stat().st_size > 1000
 
@@ -99,7 +108,7 @@ def test_climbs_goes_on_and_judges_what_it_foretold(climbed, capsys, monkeypatch
         (["--widths", "17"], "width 17 does not split into 1 heads of even size"),
         (["--tokens", "0"], "tokens must be "),
         (["--tokens", "0.001"], "give --tokens or --widths that make at least 10, or a smaller --batch-size"),
-        (["--tune-lr", "1e-3"], "tune_lr needs at least two different learning rates"),
+        (["--tune-lr", "1e-3"], "needs at least two different learning rates"),
         (["--arms", "baseline"], "a comparison needs at least two arms"),
         (["--arms", "baseline", "nobel"], "unknown arm 'nobel'"),
         (["--source", "none.txt"], "there is no file or folder 'none.txt'"),
