@@ -40,13 +40,13 @@ def run_bench(arguments: list[str]) -> None:
     class Options(config_class):  # type: ignore[misc, valid-type]
         """A benchmark's settings, and the files of its result."""
 
-        output: str | None = None
+        out: str | None = None
         """Write every measured step to this JSON file too."""
         picture: str | None = None
         """Draw the result as a PNG too."""
 
     options = parse(Options, rest, command=f"bench {what}", description=BENCHES[what])
-    for name in ("output", "picture"):
+    for name in ("out", "picture"):
         path = getattr(options, name)
         check_parent(path, f"--{name}")
         if path is not None and Path(path).is_dir():
@@ -57,7 +57,7 @@ def run_bench(arguments: list[str]) -> None:
     module = importlib.import_module(f"nlr_lab.bench.{'training' if what in _TRAINING else what}")
     result = getattr(module, f"bench_{what}")(config, progress=print)
     print(result)
-    if options.output is not None:
-        Path(options.output).write_text(result.to_json() + "\n", encoding="utf-8")
+    if options.out is not None:
+        Path(options.out).write_text(result.to_json() + "\n", encoding="utf-8")
     if options.picture is not None:
         result.draw(Path(options.picture))

@@ -58,7 +58,7 @@ class EvaluateOptions:
     """Sequences per forward pass; the numbers do not depend on it, but for rounding."""
     device: str = ""
     """cpu, cuda or cuda:N; default: the GPU when there is one."""
-    output: str | None = None
+    out: str | None = None
     """Write the numbers to this JSON file too."""
 
 
@@ -83,8 +83,8 @@ def run_evaluate(arguments: list[str]) -> None:
     from nlr_lab.runtime.environment import versions
 
     results["versions"] = versions() | ({"lm_eval": version("lm_eval")} if options.tasks else {})
-    if options.output is not None:
-        Path(options.output).write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
+    if options.out is not None:
+        Path(options.out).write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def _check(options: EvaluateOptions) -> None:
@@ -97,7 +97,7 @@ def _check(options: EvaluateOptions) -> None:
     for name in ("include_path", "data", "num_fewshot", "limit", "format"):
         if getattr(options, name) not in (None, "choices") and not options.tasks:
             raise UserError(f"--{name.replace('_', '-')} does nothing without --tasks")
-    check_parent(options.output, "--output")
+    check_parent(options.out, "--out")
 
 
 def _find_recipe(folder: Path) -> Any:

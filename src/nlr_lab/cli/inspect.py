@@ -145,7 +145,7 @@ class RankOptions:
     """One row a matrix; default: repeated layers share a row with medians."""
     json: FlagCreatePairsOff[bool] = False
     """Print JSON instead of the table, with the spectrum of every matrix."""
-    plot: str | None = None
+    picture: str | None = None
     """Draw the spectra into this PNG too."""
 
 
@@ -168,9 +168,9 @@ def _run_rank(arguments: list[str]) -> None:
     path = Path(options.checkpoint).expanduser()
     if (path / "model").is_dir() and not (path / "config.json").exists():
         path /= "model"  # of a run folder
-    if options.plot is not None and Path(options.plot).suffix != ".png":
-        raise UserError(f"--plot must end in .png, got {options.plot}")
-    check_parent(options.plot, "--plot")
+    if options.picture is not None and Path(options.picture).suffix != ".png":
+        raise UserError(f"--picture must end in .png, got {options.picture}")
+    check_parent(options.picture, "--picture")
 
     from nlr_lab.rank.report import format_ranks, rank_report
     from nlr_lab.runtime.environment import choose_device
@@ -179,10 +179,10 @@ def _run_rank(arguments: list[str]) -> None:
     given = {name: getattr(options, name) for name in names}
     report = rank_report(path, device=str(choose_device(options.device)), progress=_progress, **given)
     _progress("")
-    if options.plot is not None:
+    if options.picture is not None:
         from nlr_lab.rank.figures import plot_layer_spectra
 
-        plot_layer_spectra(Path(options.plot), report.layers, title=path.name)
+        plot_layer_spectra(Path(options.picture), report.layers, title=path.name)
     if options.json:
         print(report.to_json())
     else:

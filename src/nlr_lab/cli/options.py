@@ -6,10 +6,11 @@ import inspect
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass, replace
 from decimal import Decimal
-from typing import Annotated, Any, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args
 
 import tyro
 from tyro import _errors as refusals  # its only structured account of an error; pyproject bounds the version
@@ -207,22 +208,30 @@ def _reason(event: refusals.ParseErrorEvent, known: Sequence[str]) -> str:
     """Error of arguments that tyro refuses."""
     if isinstance(event, refusals.UnrecognizedArgs):
         if event.tokens[0].lower() in ("true", "false"):
-            return f"unrecognized argument {event.tokens[0]}; what is on or off takes no value: --bf16 or --no-bf16"
+            return (
+                f"unrecognized argument {event.tokens[0]}; what is on or off takes no value, as in --bf16 and --no-bf16"
+            )
         options = [_option(name) for leaf in known for name in (leaf, leaf.rpartition(".")[2])]
         near = difflib.get_close_matches(event.tokens[0].partition("=")[0], options, n=1)
         return f"unrecognized argument {event.tokens[0]}{f'; did you mean {near[0]}?' if near else ''}"
     if isinstance(event, refusals.InvalidChoice):
-        choices = ", ".join(map(repr, event.choices))
+        choices = ", ".join(repr(each) for each in event.choices if each != "None")
         return f"{event.argument.display_name()}: invalid choice {event.value!r}; choose one of {choices}"
     if isinstance(event, refusals.InstantiationFailure):
-        # What a dataclass refuses names the field itself.
-        return f"{event.argument.display_name()}: {event.message}" if event.argument else str(event.message)
+        if event.argument:
+            return f"{event.argument.display_name()}: {event.message}"
+        return _with_options(str(event.message), {leaf.rpartition(".")[2] for leaf in known})
     if isinstance(event, refusals.MissingArgs):
         names = [each.arg.display_name() for each in event.missing_arguments]
         return f"missing {', '.join(name if name.startswith('-') else name.upper() for name in names)}"
     if isinstance(event, refusals.BadValue):
         return f"{event.argument.display_name()}: a value is missing"
     return type(event).__name__
+
+
+def _with_options(message: str, ours: Collection[str]) -> str:
+    """Return what a dataclass says of its fields, in names of options: those at its beginning, or with underscores."""
+    return re.sub(r"^\w+|\w+_\w+", lambda word: _option(word[0]) if word[0] in ours else word[0], message)
 
 
 @_REGISTRY.primitive_rule
@@ -238,6 +247,25 @@ def _integers(
         instance_from_str=lambda texts: _integer(texts[0]),
         is_instance=lambda value: isinstance(value, int),
         str_from_instance=lambda value: [str(value)],
+    )
+
+
+@_REGISTRY.primitive_rule
+def _optional(about: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+    """Read `none`, and show INT for `int | None`, where tyro shows {None}|INT."""
+    kinds = [kind for kind in get_args(about.type) if kind is not NoneType]
+    if about.type_origin not in (Union, UnionType) or len(kinds) != 1 or len(get_args(about.type)) != 2:
+        return None
+    one = tyro.constructors.PrimitiveTypeInfo.make(kinds[0], about.markers)
+    spec = tyro.constructors.ConstructorRegistry.get_primitive_spec(one)
+    if not isinstance(spec, tyro.constructors.PrimitiveConstructorSpec) or spec.nargs != 1:
+        return None
+    return replace(
+        spec,
+        choices=spec.choices and (*spec.choices, "none", "None"),
+        instance_from_str=lambda texts: None if texts[0] in ("none", "None") else spec.instance_from_str(texts),
+        is_instance=lambda value: value is None or spec.is_instance(value),
+        str_from_instance=lambda value: ["none"] if value is None else spec.str_from_instance(value),
     )
 
 

@@ -25,7 +25,7 @@ SAME = {
 """Our names of settings that mean the same: either is accepted."""
 
 _BATCH = "use {}, which counts the sequences of a step, over all devices and micro-batches"
-_ARM = "use {}, which names a change of the model with its settings, as in noble:rank=64 or lora:r=4"
+_ARM = "use {}, which names a method with its settings; --help has examples"
 _EACH = "use {}, a number of steps; 0 with --epochs: after each epoch"
 _SOURCE = "use {}, a file, a folder or the name of a data set"
 _LAUNCH = "start the command by accelerate launch, whose setting it is"
@@ -47,6 +47,8 @@ DIFFERENT = {
     "validation_file": ("valid_source", _SOURCE),
     "max_seq_length": ("max_length", "use {}, in tokens of prompt and answer"),
     "model_name_or_path": ("model.checkpoint", "use {}, a folder or a model's name"),
+    "output": ("out", "use {}"),
+    "plot": ("picture", "use {}"),
     **dict.fromkeys(("fsdp", "deepspeed"), ("steps", _LAUNCH)),
     **dict.fromkeys(("lora_r", "lora_alpha", "lora_dropout", "use_peft", "use_dora", "peft_type"), ("arm", _ARM)),
     **dict.fromkeys(("target_modules", "lora_target_modules", "method", "methods", "rank", "ranks"), ("arm", _ARM)),

@@ -28,7 +28,7 @@ class _Options:
 class FitOptions(_Options):
     """Options of `nlr fit`; the recipe's own settings are the nested ones."""
 
-    method: str
+    arm: str
     """The linears: dense, low-rank:rank=5, or sine:rank=5,omega=50; each may add init=kaiming_sqrt5 or
     init=kaiming_zero, and sine gain=."""
 
@@ -119,13 +119,13 @@ def run_fit(arguments: list[str]) -> None:
         FitOptions,
         arguments,
         command="fit",
-        defaults=lambda recipe: {"out": f"runs/{recipe.name}", "method": str(recipe.method)},
+        defaults=lambda recipe: {"out": f"runs/{recipe.name}", "arm": str(recipe.method)},
     )
 
     from nlr_lab.fields.fit import fit
     from nlr_lab.fields.problem import FieldMethod
 
-    method = FieldMethod.parse(options.method)
+    method = FieldMethod.parse(options.arm)
     problem, about = recipe.problem.prepare(), asdict(recipe.problem)
     again = {"resume": options.resume, "overwrite": options.overwrite}
     result = fit(problem, method, recipe.train, options.out, about=about, **again)

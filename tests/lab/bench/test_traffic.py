@@ -88,7 +88,7 @@ def test_committed_figures_are_those_of_the_model():
     committed, found = (json.loads(text) for text in (file.read_text(), bench_traffic(TrafficBenchConfig()).to_json()))
     assert committed["config"] == found["config"]
     for one, other in zip(committed["rows"], found["rows"], strict=True):
-        assert one == pytest.approx(other), "nlr bench traffic --output benchmarks/results/traffic.json"
+        assert one == pytest.approx(other), "nlr bench traffic --out benchmarks/results/traffic.json"
 
 
 @pytest.mark.parametrize(

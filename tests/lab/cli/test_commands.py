@@ -35,7 +35,7 @@ def test_train_leaves_a_run_that_evaluate_repeats(trained, capsys, tmp_path):
     folder, _ = trained
     result = json.loads((folder / "run" / "result.json").read_text())
     assert result["arm"] == "noble-r4"
-    out = succeed(capsys, "evaluate", folder / "run", "--output", tmp_path / "score.json")
+    out = succeed(capsys, "evaluate", folder / "run", "--out", tmp_path / "score.json")
     assert "held-out text of llm-demo" in out
     score = json.loads((tmp_path / "score.json").read_text())["text"]
     # Two ways to the same number: Trainer's evaluation, and a loaded model on the packed text.
@@ -180,7 +180,7 @@ def test_inspect_counts_recipes_folders_and_configs_alike(trained, capsys):
 
 def test_bench_step_measures_and_records(capsys, tmp_path):
     small = ["--width", "32", "--heads", "2", "--hidden", "48", "--layers", "1", "--sequence-length", "8"]
-    options = ["--ranks", "4", "--modes", "eager", "--rounds", "3", "--warmup", "1", "--output", tmp_path / "b.json"]
+    options = ["--ranks", "4", "--modes", "eager", "--rounds", "3", "--warmup", "1", "--out", tmp_path / "b.json"]
     options += ["--device", ""]  # the one there is
     out = succeed(capsys, "bench", "step", *small, *options, "--picture", tmp_path / "b.png")
     assert "step over flops" in out

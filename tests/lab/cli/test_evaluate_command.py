@@ -54,7 +54,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("name", ["base", "ours", "adapter", "adapter_ours"])
 def test_tasks_of_any_checkpoint_are_scored_printed_and_written(folder, capsys, tmp_path, name):
     tasks = ["mmlu_local", "piqa_local"]
-    arguments = [folder / name, "--tasks", *tasks, "--data", folder / "data", "--output", tmp_path / "out.json"]
+    arguments = [folder / name, "--tasks", *tasks, "--data", folder / "data", "--out", tmp_path / "out.json"]
     out = succeed(capsys, "evaluate", *arguments)
     if name.startswith("adapter"):
         model = peft.AutoPeftModelForCausalLM.from_pretrained(folder / name)
@@ -77,7 +77,7 @@ def test_tasks_of_any_checkpoint_are_scored_printed_and_written(folder, capsys, 
 
 def test_generated_answers_and_lm_eval_in_one_call(folder, capsys, tmp_path):
     arguments = ["--tasks", "boolq_local", "mmlu_local_anatomy", "--data", folder / "data", "--format", "generate"]
-    more = ["--beams", "1", "--prompt", "alpaca", "--output", tmp_path / "out.json"]
+    more = ["--beams", "1", "--prompt", "alpaca", "--out", tmp_path / "out.json"]
     out = succeed(capsys, "evaluate", folder / "adapter", *arguments, *more)
     written = json.loads((tmp_path / "out.json").read_text())
     assert "answered,none" in written["tasks"]["boolq_local"]

@@ -42,7 +42,7 @@ def test_builds_every_arm_of_a_demo(name):
 
 def test_fit_leaves_pictures_scores_and_a_field(capsys, tmp_path):
     out = tmp_path / "run"
-    command = ("fit", "image-demo", *SHORT, "--method", "sine:rank=1,omega=40", "--out", out)
+    command = ("fit", "image-demo", *SHORT, "--arm", "sine:rank=1,omega=40", "--out", out)
     text = succeed(capsys, *command)
     result = json.loads((out / "result.json").read_text())
     assert f"psnr {result['metrics']['psnr']:.4g}" in text

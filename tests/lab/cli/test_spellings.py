@@ -7,7 +7,7 @@ import re
 import pytest
 from transformers import TrainingArguments
 
-from cli_helpers import refused
+from cli_helpers import refused, succeed
 from nlr_lab.cli.compare import CompareOptions
 from nlr_lab.cli.options import parse_recipe
 from nlr_lab.cli.spellings import DIFFERENT, SAME
@@ -48,7 +48,8 @@ def test_a_name_of_transformers_acts_as_ours(word):
 def test_a_name_of_another_tool_is_answered_by_ours(capsys, word):
     ours, how = DIFFERENT[word]
     option = given(ours.rpartition(".")[2], None)[0]
-    err = refused(capsys, "finetune", "instruct-small", *given(word, "1"))
+    command = ["inspect", "--rank", "x"] if ours == "picture" else ["finetune", "instruct-small"]
+    err = refused(capsys, *command, *given(word, "1"))
     assert err == f"nlr: {given(word, None)[0]}: {how.format(option)}\n"
     if ours == "arm":
         assert how.format("--arms") in refused(capsys, "compare", "llm-demo", *given(word, "1"))
@@ -100,3 +101,36 @@ def test_a_length_is_that_of_the_file_that_it_changes(tmp_path, capsys):
     assert (train.steps, train.epochs, train.warmup_share) == (0, 2, 0.1)
     assert read("llm-demo", "--config", file, "--steps", "50")[0].steps == 50
     assert re.search("omit one", refused(capsys, "train", "llm-demo", "--steps", "50", "--epochs", "2"))
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("fit image-demo --method dense", "--method: use --arm"),
+        ("evaluate x --output y", "--output: use --out"),
+        ("bench step --output y", "--output: use --out"),
+        ("inspect --rank x --plot y", "--plot: use --picture"),
+        ("train llm-demo --bf16 true", "unrecognized argument true; what is on or off takes no value"),
+        ("train llm-demo --warmup-steps 400", "--warmup-steps (400) must not exceed steps (300)"),
+        ("train llm-demo --threads 0", "--threads must be a positive integer, got 0"),
+        ("evaluate x --split valid", "--split: invalid choice 'valid'; choose one of 'dev', 'test', 'none'"),
+    ],
+)
+def test_words_of_errors_are_those_of_the_command_line(capsys, command, words):
+    assert words in refused(capsys, *command.split())
+
+
+@pytest.mark.parametrize(
+    "command", ["compare llm-demo", "compare image-demo", "evaluate", "generate", "inspect", "plan"]
+)
+def test_help_shows_kinds_of_values_and_none(capsys, command):
+    out = succeed(capsys, *command.split(), "--help")
+    assert "{None}" not in out
+    assert "default: None" not in out
+
+
+@pytest.mark.parametrize("text", ["none", "None"])
+def test_what_may_be_left_open_takes_none(text):
+    assert read("llm-demo", "--threads", text)[0].threads is None
+    assert read("llm-demo", "--max-bytes", text)[1].text.max_bytes is None
+    assert read("llm-demo", "--threads", "2")[0].threads == 2

@@ -25,7 +25,7 @@ def tuned(task, out, arm="sine-lora:r=2,omega=30"):
 
 
 def evaluated(capsys, folder, *options):
-    out = succeed(capsys, "evaluate", folder, "--output", folder / "scores.json", *options)
+    out = succeed(capsys, "evaluate", folder, "--out", folder / "scores.json", *options)
     written = json.loads((folder / "scores.json").read_text())["held_out"]
     assert ("squared error" if "pearson" in written else "nats") in out
     for name, value in written.items():

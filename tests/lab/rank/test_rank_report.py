@@ -174,7 +174,7 @@ def test_omega_is_none_or_a_limit_at_the_ends():
 
 def test_inspect_rank_prints_a_table_json_and_a_picture(tmp_path, capsys):
     FAMILIES["llama"]().save_pretrained(tmp_path / "m")
-    code, out, err = run(capsys, "inspect", "--rank", tmp_path / "m", "--plot", tmp_path / "p.png")
+    code, out, err = run(capsys, "inspect", "--rank", tmp_path / "m", "--picture", tmp_path / "p.png")
     assert (code, err) == (0, "")
     assert "model.layers.*.mlp.gate_proj" in out
     assert matplotlib.image.imread(tmp_path / "p.png").std() > 0.01
@@ -235,7 +235,7 @@ def test_wrong_inputs_give_one_line(tmp_path, capsys):
         ([model, "--include", "("], "is no regular expression"),
         ([model, "--tolerances", "0.1", "1e-9"], "a tolerance must be"),
         ([model, "--for-rank", "0"], "must be a positive integer"),
-        ([model, "--plot", "spectra.pdf"], "must end in .png, got"),
+        ([model, "--picture", "spectra.pdf"], "must end in .png, got"),
     ):
         assert words in refused(capsys, "inspect", "--rank", *arguments)
     refused(capsys, "inspect", "--rank-figures", tmp_path / "weights.bin")

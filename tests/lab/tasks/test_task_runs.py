@@ -152,7 +152,7 @@ def test_command_trains_and_evaluate_repeats(tmp_path, capsys, monkeypatch, name
     out = succeed(capsys, *arguments)
     assert said in out
     assert "nlr generate" not in out
-    printed = succeed(capsys, "evaluate", run, "--output", tmp_path / "score.json")
+    printed = succeed(capsys, "evaluate", run, "--out", tmp_path / "score.json")
     assert f"held-out data of {name}: {key}" in printed
     found = json.loads((tmp_path / "score.json").read_text())["held_out"]
     assert found[key] == pytest.approx(json.loads((tmp_path / "run" / "result.json").read_text())[score], rel=1e-5)
