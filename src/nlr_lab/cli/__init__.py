@@ -15,6 +15,7 @@ COMMANDS = {
     "merge": ("merge ADAPTER OUT", "put an adapter into its base's weights: a plain model"),
     "verify": ("verify CHECKPOINT", "check that it is whole: hashes, headers, NaN, JSON of every file"),
     "bench": ("bench WHAT", "time and memory of a step, an operator or a token; compiled GPU kernels"),
+    "completion": ("completion SHELL", "print the completion script of bash, zsh or fish"),
 }
 """Usage and summary by command."""
 FILES = {"finetune": "train", "fit": "train", "merge": "convert", "verify": "convert"}

@@ -32,6 +32,8 @@ _NESTED = {
 _CONFIG = """TOML, JSON or YAML file of settings, nested as here ([train] lr = 1e-3); options override it. A run's
 recipe.json is one, with which RECIPE can be left out."""
 _MOST_DIGITS = 100  # of an integer: 1e999999999 would fill the memory
+LIST_OPTIONS = "--list-options"
+"""Print the names of the options, for a shell's completion."""
 _REGISTRY = tyro.constructors.ConstructorRegistry()
 
 
@@ -51,11 +53,14 @@ def parse(
 
     Raises:
         UserError: an unknown option, a value that does not fit, or a value that the dataclass refuses.
-        SystemExit: after --help was printed.
+        SystemExit: after --help or `LIST_OPTIONS` was printed.
     """
     # A recipe's labelled lines (Command, Hardware, Time, Expect) are paragraphs of their own.
     description = re.sub(r"(?<!\n)\n(?=[A-Z][a-z]+: )", "\n\n", inspect.cleandoc(description or options.__doc__ or ""))
     known = [each.name for each in fields(options)] if default is None else list(_leaves(default))  # type: ignore[arg-type]
+    if LIST_OPTIONS in arguments:
+        print("\n".join(sorted({_option(name) for leaf in known for name in (leaf, leaf.rpartition(".")[2])})))
+        raise SystemExit(0)
     nested = next((name for name in known if name.startswith("train.")), None)
     if nested is not None:
         short = _option(nested.rpartition(".")[2])

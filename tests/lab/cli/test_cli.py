@@ -1,6 +1,8 @@
 """The command line: options, errors and help."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -210,3 +212,27 @@ def test_help_shows_defaults_and_docs_and_the_recipe_lines(capsys):
     assert re.search(r"^Time: 3 minutes.$", out, re.MULTILINE)
     assert "Peak learning rate." in out
     assert "0.001" in out
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        (["com"], {"compare", "completion"}),
+        (["train", "llm-m"], {"llm-moe-demo"}),
+        (["compare", "image-demo", "--max-m"], {"--max-minutes"}),
+        (["compare", "llm-demo", "--lr", "1e-3", "--train.warm"], {"--train.warmup-steps", "--train.warmup-share"}),
+        (["bench", "step", "--seq"], {"--sequence-length"}),
+        (["evaluate", "x", "--num"], {"--num-fewshot"}),
+        (["fit", "nothing", "--"], set()),
+    ],
+)
+def test_bash_completes_what_is_typed(tmp_path, capsys, typed, words):
+    command = tmp_path / "nlr"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m nlr_lab "$@"\n')
+    command.chmod(0o755)
+    script = succeed(capsys, "completion", "bash")
+    script += '\nCOMP_WORDS=(nlr "$@"); COMP_CWORD=$#; _nlr; printf "%s\\n" "${COMPREPLY[@]}"'
+    path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script, "bash", *typed], capture_output=True, text=True, check=True, env=path)
+    assert set(done.stdout.split()) == words
