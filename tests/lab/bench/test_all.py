@@ -27,7 +27,7 @@ def test_the_page_states_every_part():
     assert {name.split("/")[0] for name in committed["rows"]} == set(PARTS)
     templates = (root / "tools" / "figures.md").read_text(encoding="utf-8")
     for name in committed["rows"]:
-        ours = not name.rpartition("/")[2].startswith(("plain", "official", "noble-official", "KAT"))
+        ours = not name.rpartition("/")[2].startswith((*RIVALS, "plain", "official", "KAT"))
         assert not ours or f"performance/rows/{name}/time" in templates or name.startswith("call"), name
 
 
