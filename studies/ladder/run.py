@@ -1,0 +1,58 @@
+"""A ladder of sizes on English novels: does a lead at one width last at the next?
+
+    python -m studies.ladder.run DATA [--stage lowest|third|fourth|top|lengths] [--seeds 3] [--work FOLDER]
+
+DATA holds ELTeC's English novels as `train.txt.xz` and `valid.txt.xz`. Every stage continues where it was interrupted,
+and all of them share one folder: what smaller rungs foretell is written there before a larger one is run. What the
+folder has is copied beside this file: results.json and ladder.png. Stages, in this order:
+
+    lowest    widths 48 and 64, 20 tokens a parameter, all arms, learning rates tuned
+    third     width 96, all arms
+    fourth    width 128: plain, wide, NOBLE, NOBLE with Muon, CoLA
+    top       width 192: plain, wide, NOBLE; --seeds 2
+    lengths   width 64 at 5 and 80 tokens a parameter: the arms of `fourth`
+
+The settings are those of `nlr scale --scale small` (docs/scale.md).
+"""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nlr_lab.compare.record import RESULTS
+from nlr_lab.scale.ladder import ARMS, SCALES
+from nlr_lab.scale.report import PICTURE
+from nlr_lab.scale.run import run_ladder
+from studies.study import one_line_errors, study_parser
+
+HERE = Path(__file__).parent
+FEW = tuple(arm for arm in ARMS if arm.rpartition("name=")[2] in ("plain", "wide", "noble", "noble-muon", "cola"))
+STAGES: dict[str, dict[str, Any]] = {
+    "lowest": {"widths": (48, 64)},
+    "third": {"widths": (96,), "next_width": 128},
+    "fourth": {"widths": (128,), "arms": FEW},
+    "top": {"widths": (192,), "arms": FEW[:3]},
+    "lengths": {"widths": (64,), "tokens": (5.0, 80.0), "arms": FEW},
+}
+
+
+def main() -> None:
+    parser = study_parser(__doc__, "ladder", "data")
+    parser.add_argument("--stage", choices=STAGES, default="lowest")
+    given = parser.parse_args()
+    small = SCALES["small"]
+    files = {
+        name: str(given.data / f"{part}.txt.xz") for name, part in (("source", "train"), ("valid_source", "valid"))
+    }
+    own = {"text": replace(small.text, **files), "seeds": given.seeds, "threads": given.threads}
+    with one_line_errors(given.stage):
+        command = f"python -m studies.ladder.run DATA --stage {given.stage} --seeds {given.seeds}"
+        run_ladder(replace(small, **own, **STAGES[given.stage]), given.work, command=command)
+    for name in (RESULTS, PICTURE):
+        if (given.work / name).exists():
+            shutil.copyfile(given.work / name, HERE / name)
+
+
+if __name__ == "__main__":
+    main()
