@@ -122,7 +122,7 @@ def foretell(
     if file.exists():
         foretold = read_json(file, rates=dict, losses=dict)
     rungs = read_rungs(path)
-    done = next((each["arms"] for each in rungs if each["rung"] == rung.name), {})
+    done: Mapping[str, Any] = next((each["arms"] for each in rungs if each["rung"] == rung.name), {})
     wanted = [arm for arm in arms if arm.name not in {*done, *foretold["losses"]}]
     if marker.exists() and not wanted:
         return foretold
