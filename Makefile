@@ -152,7 +152,7 @@ figures: $(STAMP)
 	$(BIN)/python tools/figures.py
 
 docs: $(STAMP)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The local part of torch's version (+cpu) is dropped, so that pip finds whichever build there is.
 lock: $(STAMP)

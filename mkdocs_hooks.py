@@ -1,6 +1,7 @@
 """The site's front page is README.md; links that leave docs/ do not leave the site.
 
-A link to a picture outside docs/ takes the picture along; to another file, it becomes the file's path.
+A link to a picture outside docs/ takes the picture along; to another file, it becomes the file's path. A block of
+```math is LaTeX, which becomes MathML. No page fetches anything: the theme's one foreign script is replaced by our own.
 """
 
 import os
@@ -8,11 +9,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent
 DOCS = ROOT / "docs"
 FRONT = "index.md"
+_SHIM = "https://unpkg.com/iframe-worker/shim"
+_MATH = re.compile(r"^```math\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(!?\[([^\]]*)\])\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -47,7 +51,23 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return found[0]
         return f"{head}({os.path.relpath(place, (DOCS / here).parent)}{anchor or ''})"
 
-    return _LINK.sub(rewrite, markdown)
+    return _MATH.sub(_formulas, _LINK.sub(rewrite, markdown))
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Puts our own script in the place of a fetched one."""
+    return output.replace(_SHIM, os.path.relpath(DOCS / "file-search.js", (DOCS / page.file.src_uri).parent))
+
+
+def on_post_template(output_content: str, template_name: str, **_: Any) -> str:
+    """Does so on the page for what is not found."""
+    return output_content.replace(_SHIM, "file-search.js")
+
+
+def _formulas(block: re.Match[str]) -> str:
+    """MathML, a line for each line of LaTeX."""
+    lines = [line for line in block[1].splitlines() if line.strip()]
+    return "".join(f"<p>{convert(line, display='block')}</p>\n" for line in lines)
 
 
 def _outside(page: str, target: str) -> str | None:
