@@ -7,6 +7,7 @@ and however many processes and micro-batches share the work.
 import contextlib
 import gc
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -260,8 +261,7 @@ def training_arguments(recipe: Recipe, out: Path) -> TrainingArguments:
             ddp_timeout=6 * 3600,  # rank 0 may tokenize for hours
             **more,
         )
-        for tracker in get_reporting_integration_callbacks(arguments.report_to):
-            tracker()  # raises where it is not installed
+        _check_trackers(arguments)
     except (ValueError, RuntimeError, ImportError) as error:
         raise UserError(one_line(error)) from error
     if arguments.n_gpu > 1:
@@ -270,6 +270,18 @@ def training_arguments(recipe: Recipe, out: Path) -> TrainingArguments:
     if _uses_deepspeed():
         deepspeed.configure(arguments.deepspeed_plugin, bf16=train.bf16)
     return arguments
+
+
+def _check_trackers(arguments: TrainingArguments) -> None:
+    """Raise UserError where the package of a tracker is not installed."""
+    names: Any = arguments.report_to
+    for name, callback in zip(names, get_reporting_integration_callbacks(names), strict=True):
+        try:
+            callback()
+        except (RuntimeError, ImportError) as error:
+            install = re.search(r"pip install [\w.-]+", str(error))
+            hint = install[0] if install else one_line(error)
+            raise UserError(f"the tracker {name} is not installed: {hint}, or --tracker tensorboard") from error
 
 
 def _micro_batch(train: TrainConfig, processes: int) -> int:

@@ -251,7 +251,7 @@ def test_finished_run_is_kept_by_resume_and_replaced_by_overwrite(tmp_path):
         ({"arm": "noble:rank=32"}, "rank 32 is not low"),
         ({"arm": "training_helpers:no_module"}, "gave back NoneType"),
         ({"tracker": "carrier-pigeon"}, "carrier-pigeon is not supported, only"),
-        ({"tracker": "comet_ml"}, "requires comet-ml.* to be installed"),
+        ({"tracker": "comet_ml"}, "comet_ml is not installed: pip install comet-ml, or --tracker tensorboard"),
         ({"prepared": FakeText(valid=0)}, "too short"),
         ({"group_by_length": True}, "batches of different lengths"),
     ],

@@ -1,0 +1,36 @@
+"""Trackers of transformers by name, offline; those that are installed."""
+
+import pytest
+
+from nlr_lab.training.run import run_training
+from training_helpers import FakeText, make_recipe
+
+FILES = {
+    "tensorboard": "run/tensorboard/events.*",
+    "wandb": "wandb/offline-run-*/*.wandb",
+    "mlflow": "mlruns/*/*/metrics/*",
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of the packages
+@pytest.mark.parametrize("tracker", FILES)
+def test_a_tracker_gets_the_curves_without_a_network(tmp_path, monkeypatch, tracker):
+    pytest.importorskip(tracker)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    result = run_training(make_recipe(tracker=tracker), tmp_path / "run", prepared=FakeText(), quiet=True)
+    files = {path.name: path for path in tmp_path.glob(FILES[tracker])}
+    assert files
+    assert all(path.stat().st_size > 0 for path in files.values())
+    if tracker == "mlflow":
+        logged = [line.split() for line in files["eval_loss"].read_text().splitlines()]
+        assert [(int(step), float(loss)) for _, loss, step in logged] == list(result.curve)
+    elif tracker == "tensorboard":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+        events.Reload()
+        logged = [(each.step, each.value) for each in events.Scalars("eval/loss")]
+        assert logged == [(step, pytest.approx(loss)) for step, loss in result.curve]
