@@ -43,7 +43,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         here = page.file.src_uri
         if outside := _outside(here, target):
             if not outside.endswith(".png"):
-                return text if text.strip("`") == outside else f"{text} (`{outside}`)"
+                return text if text.strip("`") in outside else f"{text} (`{outside}`)"
             place = DOCS / outside
         elif here == FRONT and (ROOT / target).exists():
             place = ROOT / target
