@@ -514,15 +514,20 @@ void sine_value(const Tensor& phase, double amplitude, const Optional& base, con
   });
 }
 
-// phase becomes cos(phase) * gradient.
-void sine_slope(const Tensor& phase, const Tensor& gradient) {
-  float* data = written(phase);
-  const float* slope = read(gradient);
+// phase becomes cos(phase) * gradient; where `out` is given, it becomes `sine_value` of the phase before.
+void sine_slope(
+    const Tensor& phase, const Tensor& gradient, double amplitude, const Optional& base, const Optional& out) {
+  float *data = written(phase), *to = out ? written(*out) : nullptr;
+  const float *slope = read(gradient), *plain = base ? read(*base) : nullptr, factor = static_cast<float>(amplitude);
   parallel(phase.numel(), kPiece, [&](int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end; at += kLanes) {
       Lanes s, c;
       sine_cosine(load(data + at, end - at), s, c);
       store(c * load(slope + at, end - at), data + at, end - at);
+      if (!to) continue;
+      s *= factor;
+      if (plain) s += load(plain + at, end - at);
+      store(s, to + at, end - at);
     }
   });
 }
@@ -539,7 +544,7 @@ TORCH_LIBRARY_FRAGMENT(nonlinear_lowrank_native, m) {
   m.def("rational_backward(Tensor dy, Tensor x, Tensor? up, Tensor a, Tensor b, float[]? limits,"
         " Tensor? a0, Tensor? b0) -> Tensor[]");
   m.def("sine_value(Tensor phase, float amplitude, Tensor? base, Tensor(a!) out) -> ()");
-  m.def("sine_slope(Tensor(a!) phase, Tensor gradient) -> ()");
+  m.def("sine_slope(Tensor(a!) phase, Tensor gradient, float amplitude, Tensor? base, Tensor(b!)? out) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(nonlinear_lowrank_native, CPU, m) {

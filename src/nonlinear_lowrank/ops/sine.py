@@ -277,10 +277,22 @@ class Delta:
     def factor_gradients(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Return those of up and down, by the gradient of the weight; overwrites the phase."""
         if (fast := _native(self.phase, gradient)) is not None:
-            fast.sine_slope(self.phase, gradient)
-            dphase = self.phase
+            fast.sine_slope(self.phase, gradient, 0.0, None, None)
         else:
-            dphase = self.phase.cos_().mul_(gradient)
+            self.phase.cos_().mul_(gradient)
+        return self._products()
+
+    def sum_and_gradients(self, gradient: Tensor, base: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return `added` of a first delta and `factor_gradients` from one pass, or None where that is not to be had."""
+        if self.dora or (fast := _native(self.phase, gradient, base)) is None:
+            return None
+        total = torch.empty_like(self.phase)
+        fast.sine_slope(self.phase, gradient, self.amplitude, base, total)
+        return total, *self._products()
+
+    def _products(self) -> tuple[Tensor, Tensor]:
+        """Return `factor_gradients` where the phase is cos(phase) * gradient."""
+        dphase = self.phase
         if self.dora:
             dphase.mul_(self.rows(self.ratio))
         if self.transposed:
@@ -337,6 +349,11 @@ def delta_gradients(
     rows = zip(deltas, wanted[::3], wanted[1::3], wanted[2::3], strict=True)
     for delta, up_wanted, down_wanted, magnitude_wanted in rows:
         dup = ddown = dmagnitude = None
+        together = value and total is None and (up_wanted or down_wanted)
+        if together and (found := delta.sum_and_gradients(gradient, base)) is not None:
+            total, dup, ddown = found
+            gradients += [dup, ddown, None]
+            continue
         if value:
             total = delta.added(total, base, keep_phase=up_wanted or down_wanted)
         if magnitude_wanted:
