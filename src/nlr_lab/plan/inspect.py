@@ -204,7 +204,8 @@ def _is_uniform(model: nn.Module, stack: nn.Module) -> bool:
     if not all(isinstance(block, GradientCheckpointingLayer) for block in stack):
         return False
     kinds = getattr(getattr(model, "config", None), "layer_types", None) or ()
-    return len(set(kinds)) <= 1 and all(_facts(block) == _facts(stack[1]) for block in list(stack)[2:-1])
+    facts = _facts(stack[1])
+    return len(set(kinds)) <= 1 and all(_facts(block) == facts for block in list(stack)[2:-1])
 
 
 def _facts(block: nn.Module) -> list[Any]:

@@ -111,8 +111,9 @@ def copied_weights(folder: Path, model: Any, *, rank: int, processes: int) -> di
 
 def _owners(sizes: Sequence[int], processes: int) -> list[int]:
     """Return for tensors of these bytes the process that writes each: an equal share of the bytes for all."""
-    starts = accumulate(sizes[:-1], initial=0)
-    return [min(start * processes // max(sum(sizes), 1), processes - 1) for start in starts][: len(sizes)]
+    total = max(sum(sizes), 1)
+    starts = list(accumulate(sizes, initial=0))[:-1]
+    return [min(start * processes // total, processes - 1) for start in starts]
 
 
 def write_weights(folder: Path, share: Mapping[str, dict[str, torch.Tensor]]) -> None:
