@@ -23,7 +23,7 @@ from .result import BenchResult, Progress, Row
 from .settings import KernelBenchConfig
 
 TOKENS, WIDTH = 16384, 1024
-"""Of the inputs; triton compiles other code where a size or a stride is 1 or divides by 16."""
+"""Sizes of the inputs; triton compiles other code where a size or a stride is 1 or divides by 16."""
 
 
 class Launch(NamedTuple):

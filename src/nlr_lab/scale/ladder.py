@@ -57,7 +57,7 @@ class Rung:
 
 @dataclass(frozen=True, kw_only=True)
 class Ladder:
-    """What all rungs share, and which there are."""
+    """Settings shared by all rungs, and the widths and lengths of the rungs."""
 
     text: TextData
     """The text."""
