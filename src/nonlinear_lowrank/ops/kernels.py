@@ -114,6 +114,12 @@ def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.ops.aten._unsafe_view.default(result, shape)
 
 
+def plain_rows(tensor: Tensor, columns: int) -> Tensor:
+    """Return rows of `columns` numbers side by side; a copy only where a view does not do."""
+    rows = tensor.reshape(-1, columns)
+    return rows if rows.stride(1) == 1 or rows.numel() == 0 else rows.contiguous()
+
+
 _LIBRARY = torch.library.Library("nonlinear_lowrank", "FRAGMENT")
 
 

@@ -499,31 +499,18 @@ Tensors rational_backward(
 
 // ops/sine.py: a phase of any shape, contiguous; base like it.
 
-// amplitude * sin(phase), and base added to that; `out` may be the phase.
-void sine_value(const Tensor& phase, double amplitude, const Optional& base, const Tensor& out) {
-  const float *from = read(phase), *plain = base ? read(*base) : nullptr, factor = static_cast<float>(amplitude);
-  float* to = written(out);
-  parallel(phase.numel(), kPiece, [&](int64_t begin, int64_t end) {
-    for (int64_t at = begin; at < end; at += kLanes) {
-      Lanes s, c;
-      sine_cosine(load(from + at, end - at), s, c);
-      s *= factor;
-      if (plain) s += load(plain + at, end - at);
-      store(s, to + at, end - at);
-    }
-  });
-}
-
-// phase becomes cos(phase) * gradient; where `out` is given, it becomes `sine_value` of the phase before.
-void sine_slope(
-    const Tensor& phase, const Tensor& gradient, double amplitude, const Optional& base, const Optional& out) {
+// `out` becomes amplitude * sin(phase), plus base; where a gradient is given, the phase becomes cos(phase) * gradient,
+// and `out` may be absent. Without one, `out` may be the phase.
+void sine(
+    const Tensor& phase, double amplitude, const Optional& base, const Optional& out, const Optional& gradient) {
   float *data = written(phase), *to = out ? written(*out) : nullptr;
-  const float *slope = read(gradient), *plain = base ? read(*base) : nullptr, factor = static_cast<float>(amplitude);
+  const float *slope = gradient ? read(*gradient) : nullptr, *plain = base ? read(*base) : nullptr;
+  const float factor = static_cast<float>(amplitude);
   parallel(phase.numel(), kPiece, [&](int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end; at += kLanes) {
       Lanes s, c;
       sine_cosine(load(data + at, end - at), s, c);
-      store(c * load(slope + at, end - at), data + at, end - at);
+      if (slope) store(c * load(slope + at, end - at), data + at, end - at);
       if (!to) continue;
       s *= factor;
       if (plain) s += load(plain + at, end - at);
@@ -543,8 +530,7 @@ TORCH_LIBRARY_FRAGMENT(nonlinear_lowrank_native, m) {
         " Tensor? a0, Tensor? b0) -> Tensor");
   m.def("rational_backward(Tensor dy, Tensor x, Tensor? up, Tensor a, Tensor b, float[]? limits,"
         " Tensor? a0, Tensor? b0) -> Tensor[]");
-  m.def("sine_value(Tensor phase, float amplitude, Tensor? base, Tensor(a!) out) -> ()");
-  m.def("sine_slope(Tensor(a!) phase, Tensor gradient, float amplitude, Tensor? base, Tensor(b!)? out) -> ()");
+  m.def("sine(Tensor(a!) phase, float amplitude, Tensor? base, Tensor(b!)? out, Tensor? gradient) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(nonlinear_lowrank_native, CPU, m) {
@@ -553,6 +539,5 @@ TORCH_LIBRARY_IMPL(nonlinear_lowrank_native, CPU, m) {
   m.impl("noble_decode", noble_decode);
   m.impl("rational_forward", rational_forward);
   m.impl("rational_backward", rational_backward);
-  m.impl("sine_value", sine_value);
-  m.impl("sine_slope", sine_slope);
+  m.impl("sine", sine);
 }

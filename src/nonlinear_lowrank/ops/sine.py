@@ -277,7 +277,7 @@ class Delta:
     def factor_gradients(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Return those of up and down, by the gradient of the weight; overwrites the phase."""
         if (fast := _native(self.phase, gradient)) is not None:
-            fast.sine_slope(self.phase, gradient, 0.0, None, None)
+            fast.sine(self.phase, 0.0, None, None, gradient)
         else:
             self.phase.cos_().mul_(gradient)
         return self._products()
@@ -287,7 +287,7 @@ class Delta:
         if self.dora or (fast := _native(self.phase, gradient, base)) is None:
             return None
         total = torch.empty_like(self.phase)
-        fast.sine_slope(self.phase, gradient, self.amplitude, base, total)
+        fast.sine(self.phase, self.amplitude, base, total, gradient)
         return total, *self._products()
 
     def _products(self) -> tuple[Tensor, Tensor]:
@@ -331,7 +331,7 @@ def _scaled_sine(phase: Tensor, amplitude: float, base: Tensor | None, *, keep: 
     if (fast := _native(phase)) is not None:  # whatever the base is, so that the sine always has the same bits
         sine = torch.empty_like(phase) if keep else phase
         together = base if base is None or _native(base) is not None else None
-        fast.sine_value(phase, amplitude, together, sine)
+        fast.sine(phase, amplitude, together, sine, None)
         return sine if base is together else sine.add_(base)  # type: ignore[arg-type]
     sine = (phase.sin() if keep else phase.sin_()).mul_(amplitude)
     return sine if base is None else sine.add_(base)

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra import libdevice
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -52,12 +51,6 @@ def precision(dtype: torch.dtype) -> str:
 def power_of_2(n: int, least: int) -> int:
     """Return the smallest power of 2 that is at least n and at least `least`."""
     return max(least, triton.next_power_of_2(n))
-
-
-def plain_rows(tensor: Tensor, columns: int) -> Tensor:
-    """Return rows of `columns` numbers side by side; a copy only where a view does not do."""
-    rows = tensor.reshape(-1, columns)
-    return rows if rows.stride(1) == 1 or rows.numel() == 0 else rows.contiguous()
 
 
 @triton.jit

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nonlinear_lowrank.ops.kernels import processors
-from nonlinear_lowrank.ops.triton import Variant, plain_rows, power_of_2
+from nonlinear_lowrank.ops.triton import Variant, power_of_2
 
-__all__ = ["backward", "forward", "plain_rows"]
+__all__ = ["backward", "forward"]
 
 NARROW = 32
 """Groups of fewer channels share their blocks with other groups."""

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.ops.derivatives import differentiated, formula_gradients, transformed
-from nonlinear_lowrank.ops.kernels import custom_op, fake_gradients, filled, kernels, reshaped
+from nonlinear_lowrank.ops.kernels import custom_op, fake_gradients, filled, kernels, plain_rows, reshaped
 from nonlinear_lowrank.ops.native import native
 from nonlinear_lowrank.ops.precision import wide_dtype
 from nonlinear_lowrank.validation import check_choice
@@ -186,7 +186,7 @@ def _value(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
         y: Tensor = _forward_op(x, up, *ratio[:4])
         return y
     if (fast := _kernel(ratio, x, up)) is not None:
-        rows = [None if each is None else fast.plain_rows(each, x.shape[-1]) for each in (x, up)]
+        rows = [None if each is None else plain_rows(each, x.shape[-1]) for each in (x, up)]
         return reshaped(fast.forward(*rows, *_coefficients(ratio), ratio.form, ratio.limits), x.shape)
     own = None
     if ratio.formula is not None:  # whole and in its own layout: torch rounds pieces and other layouts otherwise
@@ -194,7 +194,7 @@ def _value(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
         own = activation(x.movedim(-1, 1) if moved else x, ratio.formula)
         own = own.movedim(1, -1) if moved else own
     if (cpu := _native(ratio, x, up)) is not None:
-        rows = [None if each is None else _plain_rows(each, x.shape[-1]) for each in (x, up, own)]
+        rows = [None if each is None else plain_rows(each, x.shape[-1]) for each in (x, up, own)]
         value = cpu.rational_forward(*rows[:2], *_coefficients(ratio), ratio.limits, rows[2], *_base(ratio))
         return reshaped(value, x.shape)
     plain = _in_pieces(_forward, x, ratio, own)[0]
@@ -208,14 +208,14 @@ def _gradients(dy: Tensor, x: Tensor, up: Tensor | None, ratio: Ratio, wanted: S
         found = _backward_op(dy, x, up, *ratio[:4], list(wanted))
         return [each if want else None for each, want in zip(found, wanted, strict=True)]
     if (fast := _kernel(ratio, x, up, dy)) is not None:
-        rows = [None if each is None else fast.plain_rows(each, x.shape[-1]) for each in (dy, x, up)]
+        rows = [None if each is None else plain_rows(each, x.shape[-1]) for each in (dy, x, up)]
         sums = wanted[2] or wanted[3]
         found = fast.backward(*rows, *_coefficients(ratio), ratio.form, ratio.limits, coefficients=sums)
         found = *found[:3], _signed(found[3], ratio)
         like = zip(found, wanted, (x, up, ratio.numerator, ratio.denominator), strict=True)
         return [each.to(own.dtype).view(own.shape) if want and own is not None else None for each, want, own in like]
     if (cpu := _native(ratio, x, up, dy)) is not None:
-        rows = [None if each is None else _plain_rows(each, x.shape[-1]) for each in (dy, x, up)]
+        rows = [None if each is None else plain_rows(each, x.shape[-1]) for each in (dy, x, up)]
         dx, dup, da, db = cpu.rational_backward(*rows, *_coefficients(ratio), ratio.limits, *_base(ratio))
         dx = dx.view(x.shape)
         if ratio.formula is not None and wanted[0]:
@@ -253,11 +253,6 @@ def _native(ratio: Ratio, *tensors: Tensor | None) -> Any:
     if torch.compiler.is_compiling() or (ratio.numerator.shape[1], ratio.denominator.shape[1]) != (6, sizes):
         return None
     return native(*tensors, *ratio[:2], *ratio[4:6])
-
-
-def _plain_rows(tensor: Tensor, channels: int) -> Tensor:
-    rows = tensor.reshape(-1, channels)
-    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _base(ratio: Ratio) -> tuple[Tensor | None, Tensor | None]:
