@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 
 from nlr_lab.plan.presets import find_hardware
 from nlr_lab.runtime.tables import number_table, render_table
+from nonlinear_lowrank.methods.noble.op import FUSED_DOWN_RANK, FUSED_DOWN_TOKENS
 
 from .settings import TrafficBenchConfig
 
 _HALF = 2  # bytes of a number
-_FUSED_DOWN_RANK = _ONE_KERNEL_RANK = 128  # as methods.noble has them
-_TILE = 64  # tokens of a program
+_ONE_KERNEL_RANK = 128  # of methods/noble/kernel.py, which imports triton
 
 
 class Kernel(NamedTuple):
@@ -62,7 +62,7 @@ def _cosnet(s: Shape) -> Kernel:
 def _cosnet_backward(s: Shape, processors: int) -> list[Kernel]:
     """One kernel, whose programs each have a part of M's gradient, or two and a product; then the sums of the parts."""
     flops, moved = 6 * s.T * s.r * s.r, 4 * s.T * s.r
-    tile = _TILE if s.r <= 64 or s.r > _ONE_KERNEL_RANK else 16
+    tile = FUSED_DOWN_TOKENS if s.r <= 64 or s.r > _ONE_KERNEL_RANK else 16
     sums = 2 * 4 * 4 * s.r * -(-s.T // tile)  # float32, written and read
     if s.r <= _ONE_KERNEL_RANK:
         sums += 2 * 4 * s.r * s.r * min(processors, -(-s.T // tile))
@@ -154,7 +154,7 @@ Part = Callable[[Shape], list[Kernel]]
 
 def _takes_down(s: Shape) -> Part:
     """The rule of `FUSE_DOWN`, on a GPU with a tile for every processor."""
-    return _down_in_kernel if s.r <= _FUSED_DOWN_RANK else _down
+    return _down_in_kernel if s.r <= FUSED_DOWN_RANK else _down
 
 
 def _takes_up(s: Shape) -> Part:
