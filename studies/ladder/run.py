@@ -1,21 +1,24 @@
 """A ladder of sizes on English novels: does a lead at one width last at the next?
 
-    python -m studies.ladder.run DATA [--stage lowest|third|fourth|top|lengths] [--seeds 3] [--work FOLDER]
+    python -m studies.ladder.run DATA [--stage first|lowest|third|fourth|top|lengths] [--seeds 3] [--work FOLDER]
 
 DATA holds ELTeC's English novels as `train.txt.xz` and `valid.txt.xz`. Every stage continues where it was interrupted,
 and all of them share one folder: what smaller rungs foretell is written there before a larger one is run. What the
-folder has is copied beside this file: results.json and ladder.png. Stages, in this order:
+folder has is copied beside this file: results.json, ladder.png, and runs.tar.xz, the finished runs without weights,
+which a new folder begins with. Stages, in this order:
 
-    lowest    widths 48 and 64, 20 tokens a parameter, all arms, learning rates tuned
+    first     widths 32 and 48, 20 tokens a parameter: plain, wide, NOBLE, NOBLE with Muon, CoLA; learning rates tuned
+    lowest    widths 32, 48 and 64, all arms
     third     width 96, all arms
-    fourth    width 128: plain, wide, NOBLE, NOBLE with Muon, CoLA
+    fourth    width 128: the arms of `first`
     top       width 192: plain, wide, NOBLE; --seeds 2
-    lengths   width 64 at 5 and 80 tokens a parameter: the arms of `fourth`
+    lengths   width 64 at 5 and 80 tokens a parameter: the arms of `first`
 
 The settings are those of `nlr scale --scale small` (docs/scale.md).
 """
 
 import shutil
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +30,12 @@ from nlr_lab.scale.run import run_ladder
 from studies.study import one_line_errors, study_parser
 
 HERE = Path(__file__).parent
+RUNS = HERE / "runs.tar.xz"
+KEPT = ("ladder.json", "foretold/*", "w*/compare.json", "w*/timing.json", "w*/runs/**/result.json")
 FEW = tuple(arm for arm in ARMS if arm.rpartition("name=")[2] in ("plain", "wide", "noble", "noble-muon", "cola"))
 STAGES: dict[str, dict[str, Any]] = {
-    "lowest": {"widths": (48, 64)},
+    "first": {"widths": (32, 48), "arms": FEW, "next_width": 64},
+    "lowest": {"widths": (32, 48, 64)},
     "third": {"widths": (96,), "next_width": 128},
     "fourth": {"widths": (128,), "arms": FEW},
     "top": {"widths": (192,), "arms": FEW[:3]},
@@ -39,19 +45,30 @@ STAGES: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     parser = study_parser(__doc__, "ladder", "data")
-    parser.add_argument("--stage", choices=STAGES, default="lowest")
+    parser.add_argument("--stage", choices=STAGES, default="first")
     given = parser.parse_args()
     small = SCALES["small"]
     files = {
         name: str(given.data / f"{part}.txt.xz") for name, part in (("source", "train"), ("valid_source", "valid"))
     }
     own = {"text": replace(small.text, **files), "seeds": given.seeds, "threads": given.threads}
+    if RUNS.exists() and not given.work.exists():
+        with tarfile.open(RUNS) as runs:
+            runs.extractall(given.work, filter="data")
     with one_line_errors(given.stage):
         command = f"python -m studies.ladder.run DATA --stage {given.stage} --seeds {given.seeds}"
         run_ladder(replace(small, **own, **STAGES[given.stage]), given.work, command=command)
     for name in (RESULTS, PICTURE):
         if (given.work / name).exists():
             shutil.copyfile(given.work / name, HERE / name)
+    pack(given.work)
+
+
+def pack(work: Path) -> None:
+    """Keep the finished runs of a folder, without weights and curves, beside this file."""
+    with tarfile.open(RUNS, "w:xz") as runs:
+        for file in sorted(file for pattern in KEPT for file in work.glob(pattern)):
+            runs.add(file, file.relative_to(work))
 
 
 if __name__ == "__main__":
