@@ -264,52 +264,98 @@ Tensors noble_backward(
 }
 
 // methods/noble/fused.py: what follows the product z = [dense outputs | branches' arguments] of n layers of one input.
-// Frequencies are in the matrices; mixes are (n, r, r) and ups (r, d_out), both transposed.
+// Frequencies are in the matrices; without `dense_bias` the dense part of the bias is zero. Mixes are (n, r, r) and ups
+// (r, d_out), both transposed.
 
-void cosines(const float* from, int64_t n, float* to) {
+// to = cos(from + phase); phase may be absent.
+void cosines(const float* from, const float* phase, int64_t n, float* to) {
   for (int64_t i = 0; i < n; i += kLanes) {
-    Lanes s, c;
-    sine_cosine(load(from + i, n - i), s, c);
+    Lanes s, c, z = load(from + i, n - i);
+    if (phase) z += load(phase + i, n - i);
+    sine_cosine(z, s, c);
     store(c, to + i, n - i);
   }
 }
 
-void up_rows(const float* u, const float* up, float* y, int64_t r, int64_t width) {
-  for (int64_t k = 0; k < r; ++k) {
-    const float factor = u[k], *row = up + k * width;
-#pragma GCC ivdep
-    for (int64_t i = 0; i < width; ++i) y[i] = __builtin_fmaf(factor, row[i], y[i]);
-  }
+// Adds u (tokens, r) up (r, width) to y, kTokens rows and kWide registers at a time; strides are between rows.
+template <int kTokens, int kWide>
+NLR_INLINE void add_tile(
+    const float* u, int64_t u_stride, const float* up, int64_t up_stride, float* y, int64_t y_stride, int64_t r,
+    int64_t rest) {
+  const int64_t n = kWide > 1 ? kLanes : rest;  // known where sums are to stay in registers
+  Lanes sums[kTokens][kWide];
+#pragma GCC unroll 4
+  for (int i = 0; i < kTokens; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < kWide; ++j) sums[i][j] = load(y + i * y_stride + j * kLanes, n);
+  for (int64_t k = 0; k < r; ++k)
+#pragma GCC unroll 4
+    for (int j = 0; j < kWide; ++j) {
+      const Lanes row = load(up + k * up_stride + j * kLanes, n);
+#pragma GCC unroll 4
+      for (int i = 0; i < kTokens; ++i) sums[i][j] = fma(all(u[i * u_stride + k]), row, sums[i][j]);
+    }
+#pragma GCC unroll 4
+  for (int i = 0; i < kTokens; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < kWide; ++j) store(sums[i][j], y + i * y_stride + j * kLanes, n);
 }
 
+template <int kWide>
+void add_columns(
+    const float* u, int64_t u_stride, const float* up, int64_t up_stride, float* y, int64_t y_stride, int64_t tokens,
+    int64_t r, int64_t n) {
+  int64_t t = 0;
+  for (; t + 4 <= tokens; t += 4)
+    add_tile<4, kWide>(u + t * u_stride, u_stride, up, up_stride, y + t * y_stride, y_stride, r, n);
+  for (; t < tokens; ++t) add_tile<1, kWide>(u + t * u_stride, u_stride, up, up_stride, y + t * y_stride, y_stride, r, n);
+}
+
+void add_up(
+    const float* u, int64_t u_stride, const float* up, float* y, int64_t y_stride, int64_t tokens, int64_t r,
+    int64_t width, float* tile) {
+  constexpr int64_t kStep = 4 * kLanes;
+  int64_t column = 0;
+  for (; column + kStep <= width; column += kStep) {
+    const float* from = up + column;
+    if (tokens > 4) {
+      for (int64_t k = 0; k < r; ++k) std::copy_n(from + k * width, kStep, tile + k * kStep);
+      from = tile;
+    }
+    add_columns<4>(u, u_stride, from, tokens > 4 ? kStep : width, y + column, y_stride, tokens, r, 0);
+  }
+  for (; column < width; column += kLanes)
+    add_columns<1>(u, u_stride, up + column, width, y + column, y_stride, tokens, r, width - column);
+}
+
+constexpr int64_t kFew = 64;  // tokens, up to which loops of our own add the up projection
+
 Tensors noble_decode(
-    const Tensor& x, const Tensor& weight, const Optional& bias, const Tensors& mixes, const Tensors& phases,
-    const Tensors& ups) {
+    const Tensor& x, const Tensor& weight, const Optional& bias, bool dense_bias, const Tensors& mixes,
+    const Tensors& phases, const Tensors& ups) {
   at::AutoDispatchBelowADInplaceOrView below;
-  const Tensor z = at::linear(rows_of(x), weight, bias);
-  const int64_t tokens = z.size(0), total = z.size(1), n = ups.size(), r = ups[0].size(0);
+  const Tensor z = at::linear(x, weight, dense_bias ? bias : Optional()).contiguous();
+  const int64_t total = z.size(-1), tokens = z.numel() / total, n = ups.size(), r = ups[0].size(0);
   const int64_t first = total - n * r;
   float* const data = written(z);
-  auto shape = x.sizes().vec();
   Tensors outputs;
-  std::vector<float> buffer(2 * r);
+  std::vector<float> buffer(tokens * r), tile(4 * kLanes * r);
   for (int64_t i = 0, start = 0; i < n; ++i) {
     const int64_t width = ups[i].size(1);
-    const Tensor y = z.narrow(1, start, width), arguments = z.narrow(1, first + i * r, r);
-    const bool few = tokens * r * width <= kPiece * 16;
-    for (int64_t t = 0; t < tokens; ++t) {
-      float *u = data + t * total + first + i * r, *next = buffer.data();
-      cosines(u, r, u);
-      for (size_t layer = 0; layer < mixes.size(); ++layer) {
-        std::copy_n(read(phases[layer]) + i * r, r, next);
-        up_rows(u, read(mixes[layer]) + i * r * r, next, r, r);
-        cosines(next, r, u);
-      }
-      if (few) up_rows(u, read(ups[i]), data + t * total + start, r, width);
+    const Tensor y = z.narrow(-1, start, width);
+    float *const u = data + first + i * r, *const next = buffer.data();
+    const float* const added = bias && !dense_bias ? read(*bias) + first + i * r : nullptr;
+    for (int64_t t = 0; t < tokens; ++t) cosines(u + t * total, added, r, u + t * total);
+    for (size_t layer = 0; layer < mixes.size(); ++layer) {
+      for (int64_t t = 0; t < tokens; ++t) std::copy_n(read(phases[layer]) + i * r, r, next + t * r);
+      add_up(u, total, read(mixes[layer]) + i * r * r, next, r, tokens, r, r, tile.data());
+      for (int64_t t = 0; t < tokens; ++t) cosines(next + t * r, nullptr, r, u + t * total);
     }
-    if (!few) y.addmm_(arguments, ups[i]);
-    shape.back() = width;
-    outputs.push_back(y.view(shape));
+    if (tokens <= kFew)
+      add_up(u, total, read(ups[i]), data + start, total, tokens, r, width, tile.data());
+    else
+      rows_of(y).addmm_(rows_of(z.narrow(-1, first + i * r, r)), ups[i]);
+    outputs.push_back(y);
     start += width;
   }
   return outputs;
@@ -525,7 +571,8 @@ TORCH_LIBRARY_FRAGMENT(nonlinear_lowrank_native, m) {
   m.def("noble_forward(Tensor x, Tensor? h, Tensor?[] weights, Tensor?[] biases, Tensor?[] tensors) -> Tensor[]");
   m.def("noble_backward(Tensor[] dys, Tensor x, Tensor h, Tensor?[] weights, Tensor?[] tensors, bool[] wanted)"
         " -> Tensor[]");
-  m.def("noble_decode(Tensor x, Tensor weight, Tensor? bias, Tensor[] mixes, Tensor[] phases, Tensor[] ups) -> Tensor[]");
+  m.def("noble_decode(Tensor x, Tensor weight, Tensor? bias, bool dense_bias, Tensor[] mixes,"
+        " Tensor[] phases, Tensor[] ups) -> Tensor[]");
   m.def("rational_forward(Tensor x, Tensor? up, Tensor a, Tensor b, float[]? limits, Tensor? f,"
         " Tensor? a0, Tensor? b0) -> Tensor");
   m.def("rational_backward(Tensor dy, Tensor x, Tensor? up, Tensor a, Tensor b, float[]? limits,"

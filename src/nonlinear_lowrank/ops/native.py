@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch._C import _is_tracing as _tracing
+from torch._C import _len_torch_dispatch_stack as _modes
 
 from .kernels import enabled
 
@@ -26,7 +27,7 @@ _VECTORS = {
     "AVX512": ["-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mprefer-vector-width=512"],
     "AVX2": ["-mavx2", "-mfma"],
 }
-_TYPES = (Tensor, torch.nn.Parameter)
+_TYPES, _FLOAT = (Tensor, torch.nn.Parameter), torch.float32
 
 
 def native(*tensors: Tensor | None) -> Any:
@@ -35,10 +36,9 @@ def native(*tensors: Tensor | None) -> Any:
     Those are plain float32 tensors (None: any) on a CPU, that neither a dispatch mode nor `torch.jit.trace` watches.
     """
     for each in tensors:
-        if each is not None and (type(each) not in _TYPES or each.dtype != torch.float32 or each.device.type != "cpu"):
+        if each is not None and not (each.is_cpu and each.dtype is _FLOAT and type(each) in _TYPES):
             return None
-    watched = _get_current_dispatch_mode_stack() or torch._C._is_tracing()
-    return _load() if enabled() and not watched else None
+    return None if _modes() or _tracing() or not enabled() else _load()
 
 
 @functools.cache

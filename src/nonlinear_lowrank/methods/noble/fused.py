@@ -63,9 +63,9 @@ class FusedNoble(nn.Module):
         biases = [
             zeros(layer.noble_shape[1]) if bias is None else bias for layer, bias in zip(layers, given, strict=True)
         ]
-        has_bias = cosine or any(bias is not None for bias in given)
+        self.dense_bias = any(bias is not None for bias in given)
         self.register_buffer("fused_weight", torch.cat([*dense, *downs]))
-        self.register_buffer("fused_bias", torch.cat([*biases, *firsts]) if has_bias else None)
+        self.register_buffer("fused_bias", torch.cat([*biases, *firsts]) if cosine or self.dense_bias else None)
         for k in range(1, self.depth):
             mixes = [
                 _scaled(each.mixes[k - 1], each.frequencies[k]) if cosine else each.mixes[k - 1] for each in branches
@@ -101,7 +101,7 @@ class FusedNoble(nn.Module):
         plain = alone is None and self.cosine and not torch.compiler.is_compiling() and autocast_dtype(x) is None
         if plain and (fast := native(x, weight)) is not None:
             mixes, phases, ups = ([own[name] for name in names] for names in self.names)
-            ys: list[Tensor] = fast.noble_decode(x, weight, bias, mixes, phases, ups)
+            ys: list[Tensor] = fast.noble_decode(x, weight, bias, self.dense_bias, mixes, phases, ups)
             return ys if self.scale == 1 else [y * self.scale for y in ys]
         x_TI = x.reshape(-1, x.shape[-1])
         if alone is None:
