@@ -96,6 +96,8 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
         for name, shape in shapes.items():
             held = None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
             self.register_parameter(name, held)
+        kinds = ("mix", "frequency", "phase")
+        self._branch_names = [[name for name in shapes if name.startswith(f"noble_{kind}")] for kind in kinds]
         self.reset_parameters()
 
     def branch(self) -> Branch:
@@ -105,15 +107,13 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
         def read(name: str) -> Any:  # attributes of modules are slow; some wrappers keep parameters as such
             return getattr(self, name) if (found := parameters.get(name)) is None else found
 
-        depth, activation = self.noble_config.depth, self.noble_config.activation
-        layers = range(1, depth + 1) if activation == "cosine" else ()
-        mixes = [read(f"noble_mix{k}") for k in range(1, depth)]
-        frequencies = [read(f"noble_frequency{k}") for k in layers]
-        phases = [read(f"noble_phase{k}") for k in layers]
-        if self.noble_config.bottleneck_bias:  # f (z + b) + p = f z + (p + f b): the operators know phases alone
-            biased = zip(phases, frequencies, (read(f"noble_bias{k}") for k in layers), strict=True)
+        config = self.noble_config
+        mixes, frequencies, phases = ([read(name) for name in names] for names in self._branch_names)
+        if config.bottleneck_bias:  # f (z + b) + p = f z + (p + f b): the operators know phases alone
+            biases = (read(f"noble_bias{k}") for k in range(1, len(phases) + 1))
+            biased = zip(phases, frequencies, biases, strict=True)
             phases = [wide(phase) + wide(frequency) * wide(bias) for phase, frequency, bias in biased]
-        return Branch(read("noble_down"), read("noble_up"), mixes, frequencies, phases, activation)
+        return Branch(read("noble_down"), read("noble_up"), mixes, frequencies, phases, config.activation)
 
     def reset_parameters(self) -> None:
         """Draw every tensor of the table in this file's docstring; the dense ones only from scratch."""
@@ -157,21 +157,20 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
 
     def plain_weight(self) -> Tensor | None:
         """Return the dense weight as (d_out, d_in); None where the dense part is converted or hooked."""
-        dense: Any = self.dense
-        own, weight = dense.__dict__, dense.weight  # attributes of modules are slow to read
-        hooked = any(own[f"_{kind}_hooks"] for kind in ("forward", "forward_pre", "backward", "backward_pre"))
-        if hooked or "forward" in own or type(dense).forward not in _PLAIN_FORWARDS:
+        dense: Any = self._modules["dense"]  # attributes of modules are slow to read
+        hooked = dense._forward_hooks or dense._forward_pre_hooks or dense._backward_hooks or dense._backward_pre_hooks
+        if hooked or "forward" in dense.__dict__ or type(dense).forward not in _PLAIN_FORWARDS:
             return None
-        if is_traceable_wrapper_subclass(weight):
+        weight = dense.weight
+        if type(weight) is not nn.Parameter and is_traceable_wrapper_subclass(weight):
             return None
         return weight.t() if isinstance(dense, Conv1D) else weight
 
     def whole_bias(self) -> Tensor | None:
         """Return the bias with the branch's own in it."""
-        bias, up_bias = self.bias, self.noble_up_bias
-        if bias is None or up_bias is None:
-            return up_bias if bias is None else bias
-        return bias + up_bias
+        if not self.noble_config.up_bias:
+            return self.bias
+        return self.noble_up_bias if self.bias is None else self.bias + self.noble_up_bias
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d_in) -> (..., d_out)."""
