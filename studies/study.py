@@ -2,6 +2,7 @@
 
 import argparse
 import shutil
+import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -99,6 +100,24 @@ def copy(found: Comparison, folder: Path, name: str) -> None:
             shutil.copyfile(found.out / picture, folder / f"{name}-{picture}")
     shutil.copyfile(found.out / RESULTS, folder / f"{name}.json")
     write_text(folder / f"{name}.md", text)
+
+
+_RUNS = "runs.tar.xz"
+_KEPT = ("ladder.json", "foretold/*", "**/compare.json", "**/timing.json", "**/result.json")
+
+
+def pack_runs(folder: Path, work: Path) -> None:
+    """Keep a long study's finished runs, without weights and curves, so that another machine can go on with it."""
+    with tarfile.open(folder / _RUNS, "w:xz") as runs:
+        for file in sorted(file for pattern in _KEPT for file in work.glob(pattern)):
+            runs.add(file, file.relative_to(work))
+
+
+def unpack_runs(folder: Path, work: Path) -> None:
+    """Begin a new `work` with what `pack_runs` kept."""
+    if (folder / _RUNS).exists() and not work.exists():
+        with tarfile.open(folder / _RUNS) as runs:
+            runs.extractall(work, filter="data")
 
 
 def noble_arms(wider: float, ranks: Iterable[int]) -> list[Arm]:

@@ -18,7 +18,6 @@ The settings are those of `nlr scale --scale small` (docs/scale.md).
 """
 
 import shutil
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,9 @@ from nlr_lab.compare.record import RESULTS
 from nlr_lab.scale.ladder import ARMS, SCALES
 from nlr_lab.scale.report import PICTURE
 from nlr_lab.scale.run import run_ladder
-from studies.study import one_line_errors, study_parser
+from studies.study import one_line_errors, pack_runs, study_parser, unpack_runs
 
 HERE = Path(__file__).parent
-RUNS = HERE / "runs.tar.xz"
-KEPT = ("ladder.json", "foretold/*", "w*/compare.json", "w*/timing.json", "w*/runs/**/result.json")
 FEW = tuple(arm for arm in ARMS if arm.rpartition("name=")[2] in ("plain", "wide", "noble", "noble-muon", "cola"))
 STAGES: dict[str, dict[str, Any]] = {
     "first": {"widths": (32, 48), "arms": FEW, "next_width": 64},
@@ -52,23 +49,14 @@ def main() -> None:
         name: str(given.data / f"{part}.txt.xz") for name, part in (("source", "train"), ("valid_source", "valid"))
     }
     own = {"text": replace(small.text, **files), "seeds": given.seeds, "threads": given.threads}
-    if RUNS.exists() and not given.work.exists():
-        with tarfile.open(RUNS) as runs:
-            runs.extractall(given.work, filter="data")
+    unpack_runs(HERE, given.work)
     with one_line_errors(given.stage):
         command = f"python -m studies.ladder.run DATA --stage {given.stage} --seeds {given.seeds}"
         run_ladder(replace(small, **own, **STAGES[given.stage]), given.work, command=command)
     for name in (RESULTS, PICTURE):
         if (given.work / name).exists():
             shutil.copyfile(given.work / name, HERE / name)
-    pack(given.work)
-
-
-def pack(work: Path) -> None:
-    """Keep the finished runs of a folder, without weights and curves, beside this file."""
-    with tarfile.open(RUNS, "w:xz") as runs:
-        for file in sorted(file for pattern in KEPT for file in work.glob(pattern)):
-            runs.add(file, file.relative_to(work))
+    pack_runs(HERE, given.work)
 
 
 if __name__ == "__main__":
