@@ -15,6 +15,8 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from nlr_lab.runtime.tables import COLOURS, GREYS, new_figure, save
 
+from .grade import FASTER, conditions_met, grade_text
+
 Record = Mapping[str, Any]
 Row = tuple[str, ...]
 Points = Sequence[tuple[float, float]]
@@ -158,8 +160,12 @@ def delta_sentence(name: str, reference: str, pair: Record, metric: Record) -> s
 
 def cautioned(text: str, pair: Record) -> str:
     """The text, followed by what its curves do not bear where it claims something."""
-    claims = any(pair[name]["shown"] for name in ("delta", "step_speedup", "wall_clock_speedup"))
-    return text + (f" **Caution**: {'; '.join(pair['cautions'])}." if claims and pair["cautions"] else "")
+    return text + (f" **Caution**: {'; '.join(pair['cautions'])}." if claims(pair) and pair["cautions"] else "")
+
+
+def claims(pair: Record) -> bool:
+    """Return whether any of a pair's differences is shown."""
+    return any(pair[name]["shown"] for name in ("delta", "step_speedup", "wall_clock_speedup"))
 
 
 def pairs_of(results: Record) -> Iterator[tuple[str, str, Record]]:
@@ -263,7 +269,7 @@ def tables(results: Record) -> list[str]:
 # --- sentences -----------------------------------------------------------------------------------------------
 
 
-def _speed_sentence(pair: Record, reference: str) -> str:
+def _speed_sentence(pair: Record, reference: str, met: Sequence[str]) -> str:
     steps, matched, wall, n = pair["step_speedup"], pair["matched_speedup"], pair["wall_clock_speedup"], pair["n"]
     if pair["diverged"] or not pair["seeds"]:
         return ""
@@ -276,14 +282,21 @@ def _speed_sentence(pair: Record, reference: str) -> str:
         return f"No step speedup: {steps['note']}."
     text = f"Step speedup {ratio_text(steps)}: no difference shown."
     if steps["shown"]:
-        text = f"It reached that model's final loss {ratio_text(steps)} as fast in steps: {_faster(steps)}."
+        how = "fewer" if steps["value"] > 1 else "more"
+        text = f"It reached that model's final loss in {how} steps, by a factor of {ratio_text(steps)}."
     if wall["value"] is None:
         return f"{text} Hours: {wall['note']}."
-    return f"{text} In hours {ratio_text(wall)}: {_faster(wall) if wall['shown'] else 'no difference shown'}."
+    return f"{text} In hours {ratio_text(wall)}: {_hours_verdict(wall, met)}."
 
 
-def _faster(ratio: Record) -> str:
-    return "**faster**" if ratio["value"] > 1 else "**slower**"
+def _hours_verdict(ratio: Record, met: Sequence[str]) -> str:
+    """Say "faster" only where the grade allows it."""
+    if not ratio["shown"]:
+        return "no difference shown"
+    if ratio["value"] < 1:
+        return "**slower**"
+    missing = [each for each in FASTER if each not in met]
+    return "**faster**" if not missing else f"ahead in this run, not shown to be faster ({', '.join(missing)})"
 
 
 def findings(results: Record) -> list[str]:
@@ -296,8 +309,10 @@ def findings(results: Record) -> list[str]:
         lines.append("One seed was run (n = 1): no interval and no p-value, so nothing is shown either way.")
 
     def verdict(name: str, other: str, pair: Record, before: str = "") -> str:
-        speed = _speed_sentence(pair, other) if _has_speed(results) else ""
-        return cautioned(f"{before}{delta_sentence(name, other, pair, metric)} {speed}".rstrip(), pair)
+        met = conditions_met(results, name, other)
+        speed = _speed_sentence(pair, other, met) if _has_speed(results) else ""
+        text = cautioned(f"{before}{delta_sentence(name, other, pair, metric)} {speed}".rstrip(), pair)
+        return f"{text} {grade_text(met)}" if claims(pair) else text
 
     arms, sign = {arm["name"]: arm for arm in results["arms"]}, -1 if metric["higher_is_better"] else 1
     controls = [arm for arm in results["arms"] if arm["control"] and arm["score"]["mean"] is not None]
@@ -388,6 +403,8 @@ training. Every seed gives all arms the same batches in the same order and the s
 - p is of the paired t-test over seeds, p (Holm) corrected for the number of arms in the table. Speedups are not \
 corrected; a number of them is given only when every seed reached the reference's final loss.
 - Learning rates are tuned on one seed of their own, so the best one is uncertain by about one step of the grid.
+- A grade counts the conditions of nlr_lab/compare/grade.py that a claim meets; "faster" is said only where all but a \
+downstream score are met.
 - Every number is defined in docs/compare.md, "What is printed"."""
 
 

@@ -1,0 +1,73 @@
+"""The grade of a claim: which of the conditions that a result of this kind is usually asked for it meets.
+
+| condition     | met where                                                                                         |
+|---------------|---------------------------------------------------------------------------------------------------|
+| seeds         | three or more, and p after Holm's correction is below 0.05                                        |
+| tuned         | the learning rates of both arms were tuned, and neither best one lies at the edge of its grid     |
+| flattened     | neither curve improved by more than the difference over the last fifth of its steps               |
+| evaluations   | there are enough to tell that, and to read a speed off: ten a curve, and no crossing at the first |
+| equal FLOPs   | it has no more FLOPs than the other arm, or is better than a control that has as many as it       |
+| equal hours   | its wall-clock speedup is above 1 (its interval excludes 1)                                       |
+| downstream    | it is a score on a task, not the loss that was trained                                            |
+
+All is read from the record. "Faster" is said of hours alone, and only where the first six are met.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+CONDITIONS = ("seeds", "tuned", "flattened", "evaluations", "equal FLOPs", "equal hours", "downstream")
+FASTER = CONDITIONS[:-1]
+_LEAST_SEEDS, _LEVEL = 3, 0.05
+_EQUAL = 1.01  # FLOPs of two arms that count as equal
+
+Record = Mapping[str, Any]
+
+
+def conditions_met(results: Record, name: str, other: str) -> tuple[str, ...]:
+    """Return those of `CONDITIONS` that the difference of an arm from another meets.
+
+    Args:
+        results: a comparison's record.
+        name: of the arm.
+        other: of the arm it is compared with; the record has the pair.
+    """
+    arms, pair = {arm["name"]: arm for arm in results["arms"]}, results["against"][other][name]
+    both, cautions = (arms[name], arms[other]), " ".join(pair["cautions"])
+    met = {
+        "seeds": pair["n"] >= _LEAST_SEEDS and pair["p_holm"] is not None and pair["p_holm"] < _LEVEL,
+        "tuned": all(_tuned(arm) for arm in both),
+        "flattened": "flattened" not in cautions,
+        "evaluations": "evaluat" not in cautions,
+        "equal FLOPs": _equal_flops(results, arms, name, other),
+        "equal hours": pair["wall_clock_speedup"]["shown"] and pair["wall_clock_speedup"]["value"] > 1,
+        "downstream": results["metric"]["name"] != "loss",
+    }
+    return tuple(each for each in CONDITIONS if met[each])
+
+
+def grade_text(met: Sequence[str]) -> str:
+    """Return the grade as a sentence."""
+    missing = [each for each in CONDITIONS if each not in met]
+    text = f"Grade {len(met)} of {len(CONDITIONS)}"
+    return f"{text}." if not missing else f"{text}; not shown: {', '.join(missing)}."
+
+
+def _tuned(arm: Record) -> bool:
+    rates = [run["lr"] for run in arm["tuning"]]
+    return bool(rates) and min(rates) < arm["lr"] < max(rates)
+
+
+def _equal_flops(results: Record, arms: Mapping[str, Record], name: str, other: str) -> bool:
+    flops = {each: arm["flops_per_token"] for each, arm in arms.items()}
+    if not flops[name] or not flops[other]:
+        return False
+    if flops[name] <= _EQUAL * flops[other]:
+        return True
+    better = 1 if results["metric"]["higher_is_better"] else -1
+    for control, pairs in results["against"].items():
+        delta = pairs[name]["delta"] if name in pairs else None
+        as_many = flops[control] and flops[name] <= _EQUAL * flops[control]
+        if as_many and delta and delta["shown"] and better * delta["value"] > 0:
+            return True
+    return False

@@ -1,0 +1,93 @@
+"""Grades of claims: each condition counts, and "faster" needs all but a downstream score."""
+
+from dataclasses import replace
+
+import pytest
+
+from compare_helpers import a_run, an_arm
+from nlr_lab.compare.grade import CONDITIONS, FASTER, conditions_met
+from nlr_lab.compare.record import build_results
+from nlr_lab.compare.report import findings
+from nlr_lab.compare.trial import Choice
+from nlr_lab.tasks.task import LOSS, Measure
+
+SEEDS = (1, 2, 3)
+GAIN = {"baseline": 0.0, "noble": 0.2, "wide": 0.05}
+ACCURACY = Measure(name="accuracy", higher_is_better=True, unit="")
+
+
+def a_claim(
+    *, seeds=SEEDS, rates=(1e-4, 1e-3, 1e-2), every=5, falls=0.0, flops=1.0, wide=None, seconds=1.0, measure=LOSS
+):
+    """A record in which noble ends 0.2 lower than the baseline: every condition but a downstream score is met."""
+
+    def the_run(name, seed):
+        def value(step):
+            early = 2 * max(0.0, 0.5 - step / 100)
+            return (
+                3
+                + early
+                + falls * (100 - step) / 100
+                + 0.1 * seed
+                - GAIN[name]
+                - 0.001 * seed**2 * (name == "noble")
+            )
+
+        points = tuple((step, value(step)) for step in range(every, 101, every))
+        own = a_run(seed, value(100), 100, curve=points)
+        return (
+            own if measure.is_loss else replace(own, score=-value(100), metric_curve=tuple((s, -v) for s, v in points))
+        )
+
+    counts = {"baseline": 1.0, "noble": flops} | ({} if wide is None else {"wide": wide})
+    arms = [
+        an_arm(
+            name, *(the_run(name, seed) for seed in seeds), flops=count, control=name != "noble",
+            tuning=[replace(the_run(name, 0), lr=rate) for rate in rates], choice=Choice(lr=1e-3),
+        )
+        for name, count in counts.items()
+    ]  # fmt: skip
+    about = {"recipe": {"name": "x", "summary": "y", "settings": {}}, "data": {}, "command": "c", "tuning_seed": 0}
+    pairs = [[("baseline", name) for name in counts if name != "baseline"], [("wide", "noble")] * ("wide" in counts)]
+    times = {name: [seconds if name == "noble" else 1.0] * 20 for name in counts}
+    times["baseline"] = [1.0 + 1e-3 * (i % 3) for i in range(20)]
+    return build_results(
+        {**about, "seconds": 0.0}, arms, pairs=pairs, reference="baseline", seeds=seeds, measure=measure, times=times
+    )
+
+
+def test_says_faster_where_all_but_a_downstream_score_is_met():
+    results = a_claim()
+    assert conditions_met(results, "noble", "baseline") == FASTER
+    line = next(line for line in findings(results) if line.startswith("`noble`"))
+    assert "**faster**" in line
+    assert line.endswith("Grade 6 of 7; not shown: downstream.")
+
+
+@pytest.mark.parametrize(
+    ("change", "missing"),
+    [
+        ({"seeds": (1, 2)}, {"seeds"}),
+        ({"rates": ()}, {"tuned"}),
+        ({"rates": (1e-3, 1e-2)}, {"tuned"}),
+        ({"falls": 3.0}, {"flattened"}),
+        ({"every": 20}, {"evaluations"}),
+        ({"every": 100}, {"flattened", "evaluations", "equal hours"}),
+        ({"flops": 1.2}, {"equal FLOPs"}),
+        ({"flops": 1.2, "wide": 1.1}, {"equal FLOPs"}),
+        ({"seconds": 4.0}, {"equal hours"}),
+    ],
+)
+def test_each_condition_is_missed_on_its_own(change, missing):
+    results = a_claim(**change)
+    assert set(CONDITIONS) - set(conditions_met(results, "noble", "baseline")) == {*missing, "downstream"}
+    line = next(line for line in findings(results) if line.startswith("`noble`"))
+    assert "**faster**" not in line
+
+
+def test_a_control_of_equal_flops_stands_for_equal_flops():
+    assert "equal FLOPs" in conditions_met(a_claim(flops=1.2, wide=1.2), "noble", "baseline")
+
+
+def test_a_score_on_a_task_is_downstream():
+    assert "downstream" in conditions_met(a_claim(measure=ACCURACY), "noble", "baseline")
