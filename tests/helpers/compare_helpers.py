@@ -136,9 +136,9 @@ def an_arm(name, *runs, **more):
     return ArmRecord(name=name, runs={run.seed: run for run in runs}, **own | more)
 
 
-def a_record(arms, seeds=(1, 2, 3), pairs=None, measure=LOSS):
+def a_record(arms, seeds=(1, 2, 3), pairs=None, measure=LOSS, times=None):
     """A record of arms against the first one."""
     about = {"recipe": {"name": "x", "summary": "y", "settings": {}}, "data": {}, "problem": "y"}
     about |= {"command": "c", "tuning_seed": 0, "seconds": 0.0}
     pairs = pairs or [[(arms[0].name, arm.name) for arm in arms[1:]]]
-    return build_results(about, arms, pairs=pairs, reference=arms[0].name, seeds=seeds, measure=measure)
+    return build_results(about, arms, pairs=pairs, reference=arms[0].name, seeds=seeds, measure=measure, times=times)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from nlr_lab.runtime.tables import COLOURS, GREYS, new_figure, save
+from nlr_lab.runtime.tables import COLOURS, GREYS, new_figure, new_panels, save
 
 from .grade import FASTER, conditions_met, grade_text
 
@@ -446,9 +446,11 @@ def _coloured(arms: Sequence[Record]) -> Iterator[tuple[Record, str]]:
 def _plot_curves(path: Path, results: Record, label: str) -> None:
     """Draw evaluation curves as in Figures 1 and 3 of noble.txt: the mean over seeds, with a band of lowest to highest.
 
-    The reference's final loss (mean over seeds) is a dotted horizontal line.
+    One plot is against steps (and tokens), others against FLOPs and time where these are known. The reference's final
+    loss (mean over seeds) is a dotted horizontal line.
     """
-    figure, axes = new_figure(8.0, 5.0)
+    scales = _scales(results)
+    figure, panels = new_panels(8.0 if len(scales) == 1 else 5.5, 5.0, len(scales))
     which = "curve" if by_loss(results) else "metric_curve"
     runs = {arm["name"]: [run for run in arm["runs"] if run["seed"] in results["seeds"]] for arm in results["arms"]}
     curves = [run[which] for of_arm in runs.values() for run in of_arm]
@@ -463,21 +465,46 @@ def _plot_curves(path: Path, results: Record, label: str) -> None:
         shown = steps >= skip * last
         if not shown.any():
             continue
-        axes.plot(steps[shown], mean[shown], color=colour, linestyle=style, linewidth=1.8, label=arm["name"])
-        if len(runs[arm["name"]]) > 1:
-            axes.fill_between(steps[shown], low[shown], high[shown], color=colour, alpha=0.15, linewidth=0)
-    has_curves = bool(axes.lines)
+        for axes, by_arm in zip(panels, scales.values(), strict=True):
+            x = steps[shown] * by_arm[arm["name"]]
+            axes.plot(x, mean[shown], color=colour, linestyle=style, linewidth=1.8, label=arm["name"])
+            if len(runs[arm["name"]]) > 1:
+                axes.fill_between(x, low[shown], high[shown], color=colour, alpha=0.15, linewidth=0)
     target = next(arm["final_loss"]["mean"] for arm in results["arms"] if arm["name"] == results["reference"])
+    has_curves = bool(panels[0].lines)
     if by_loss(results) and target is not None and math.isfinite(target):
-        axes.axhline(target, color="#444444", linestyle=":", linewidth=1.0)
-        place: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontsize": 8, "color": "#444444"}
-        axes.text(0.005, target, "final loss of the reference", ha="left", va="bottom", **place)
-    axes.set_xlabel(f"step (first {skip:.0%} not shown)" if skip else "step")
-    axes.set_ylabel(label)
-    axes.set_title(f"{results['recipe']['name']}, n = {results['n']}", parse_math=False)
+        for axes in panels:
+            axes.axhline(target, color="#444444", linestyle=":", linewidth=1.0)
+        place: dict[str, Any] = {"transform": panels[0].get_yaxis_transform(), "fontsize": 8, "color": "#444444"}
+        panels[0].text(0.005, target, "final loss of the reference", ha="left", va="bottom", **place)
+    for axes, name in zip(panels, scales, strict=True):
+        axes.set_xlabel(name)
+    panels[0].set_xlabel(f"step (first {skip:.0%} not shown)" if skip else "step")
+    if tokens := _tokens_of_step(results):
+        times, over = (lambda step: step * tokens), (lambda count: count / tokens)
+        panels[0].secondary_xaxis("top", functions=(times, over)).set_xlabel("tokens")
+    panels[0].set_ylabel(label)
+    figure.suptitle(f"{results['recipe']['name']}, n = {results['n']}", parse_math=False)
     if has_curves:
-        axes.legend(frameon=False, fontsize=9)
+        panels[0].legend(frameon=False, fontsize=9)
     save(figure, path)
+
+
+def _tokens_of_step(results: Record) -> int | None:
+    settings = results["recipe"]["settings"]
+    length, batch = settings.get("task.text.sequence_length"), settings.get("train.batch_size")
+    return length * batch if length and batch else None
+
+
+def _scales(results: Record) -> dict[str, dict[str, float]]:
+    """Return what a curve is drawn against, and by arm how much of that a step is; what is not known is left out."""
+    arms = {arm["name"]: arm for arm in results["arms"]}
+    scales: dict[str, dict[str, float]] = {"step": dict.fromkeys(arms, 1.0)}
+    if (tokens := _tokens_of_step(results)) and all(arm["flops_per_token"] for arm in arms.values()):
+        scales["training FLOPs"] = {name: 3.0 * tokens * arm["flops_per_token"] for name, arm in arms.items()}
+    if all(arm["step_seconds_median"] for arm in arms.values()):
+        scales["hours of training"] = {name: arm["step_seconds_median"] / 3600 for name, arm in arms.items()}
+    return scales
 
 
 def _plot_rates(path: Path, results: Record, label: str) -> None:

@@ -54,16 +54,23 @@ def fold_numbers(name: str) -> str:
 
 def new_figure(width: float, height: float) -> "tuple[Figure, Axes]":
     """Return one plot of so many inches."""
+    figure, (axes,) = new_panels(width, height, 1)
+    return figure, axes
+
+
+def new_panels(width: float, height: float, count: int) -> "tuple[Figure, list[Axes]]":
+    """Return plots side by side, each of so many inches, that share what is up."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width * count, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25, linewidth=0.5)
-    axes.set_axisbelow(True)
-    return figure, axes
+    panels = list(figure.subplots(1, count, sharey=True, squeeze=False)[0])
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, linewidth=0.5)
+        axes.set_axisbelow(True)
+    return figure, panels
 
 
 def save(figure: "Figure", path: Path) -> None:

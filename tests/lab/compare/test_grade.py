@@ -25,12 +25,7 @@ def a_claim(
         def value(step):
             early = 2 * max(0.0, 0.5 - step / 100)
             return (
-                3
-                + early
-                + falls * (100 - step) / 100
-                + 0.1 * seed
-                - GAIN[name]
-                - 0.001 * seed**2 * (name == "noble")
+                3 + early + falls * (100 - step) / 100 + 0.1 * seed - GAIN[name] - 0.001 * seed**2 * (name == "noble")
             )
 
         points = tuple((step, value(step)) for step in range(every, 101, every))

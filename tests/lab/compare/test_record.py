@@ -232,3 +232,20 @@ def test_rate_sweep_marks_choice_and_divergence(tmp_path, drawn):
     rings = [line for line in axes.lines if line.get_markerfacecolor() == "none"]
     assert sorted(line.get_xdata()[0] for line in rings) == [1e-3, 2e-3]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0.001", "0.002", "0.004"]
+
+
+def test_curves_are_drawn_against_tokens_flops_and_hours_where_these_are_known(tmp_path, drawn):
+    arms = [
+        an_arm(name, a_run(1, 3.0, 100, curve=[(50, 4.0), (100, 3.0)]), flops=flops)
+        for name, flops in (("baseline", 10.0), ("noble", 12.0))
+    ]
+    results = a_record(arms, (1,), times={"baseline": [36.0] * 3, "noble": [72.0] * 3})
+    results["recipe"]["settings"] |= {"task.text.sequence_length": 8, "train.batch_size": 4}
+    draw_models(tmp_path, results)
+    panels = [axes for axes in drawn["curves.png"].figure.axes if axes.lines]
+    assert [axes.get_xlabel() for axes in panels] == ["step", "training FLOPs", "hours of training"]
+    reached = {axes.get_xlabel(): lines(axes)["noble"].get_xdata()[-1] for axes in panels}
+    assert reached == pytest.approx({"step": 100, "training FLOPs": 3 * 100 * 32 * 12.0, "hours of training": 2.0})
+    assert lines(panels[2])["baseline"].get_xdata()[-1] == pytest.approx(1.0)
+    (above,) = drawn["curves.png"].child_axes
+    assert above.get_xlabel() == "tokens"
