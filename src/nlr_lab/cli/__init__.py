@@ -7,6 +7,7 @@ COMMANDS = {
     "fit": ("fit RECIPE", "fit a coordinate network: an image, a shape, a scene"),
     "compare": ("compare RECIPE", "train baselines and methods on the same batches; table, picture, report"),
     "scale": ("scale", "a ladder of sizes: compare at each, fit laws, foretell the next size"),
+    "reproduce": ("reproduce TABLE", "a table or figure of the papers: published numbers beside ours"),
     "evaluate": ("evaluate CHECKPOINT", "perplexity, bits per byte, lm-eval tasks, MMLU, commonsense"),
     "generate": ("generate CHECKPOINT", "continue a prompt, or draw images"),
     "inspect": ("inspect MODEL", "parameters, FLOPs and saved activations by layer, without building the model"),

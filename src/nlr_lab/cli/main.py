@@ -98,7 +98,7 @@ def _fail(message: str, code: int) -> int:
 
 def _how_to_resume(arguments: Sequence[str]) -> str:
     """Return what to type after Ctrl-C: the same command, with --resume where there is such a thing."""
-    if arguments and arguments[0] == "scale":
+    if arguments and arguments[0] in ("scale", "reproduce"):
         return f"resume from the last checkpoint with: nlr {shlex.join(arguments)}"
     if not arguments or arguments[0] not in (*KINDS, "compare"):
         return "nothing was kept"

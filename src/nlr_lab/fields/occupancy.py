@@ -97,9 +97,12 @@ class OccupancyProblem:
         return self.lattice.draw(self.settings.points, generator)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Binary cross-entropy, nats: an estimate of its mean over the box."""
+        """Binary cross-entropy, nats, or the squared error: an estimate of its mean over the box."""
         points, inside, weight = batch
-        return F.binary_cross_entropy_with_logits(model(points).squeeze(-1), inside, weight)
+        found = model(points).squeeze(-1)
+        if self.settings.loss == "squared":
+            return (weight * (found - (inside - 0.5)).square()).mean()
+        return F.binary_cross_entropy_with_logits(found, inside, weight)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """IoU off the lattice, percent."""

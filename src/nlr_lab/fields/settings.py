@@ -19,6 +19,7 @@ Activation = Literal["gaussian", "relu", "siren"]
 RadianceActivation = Literal["gaussian", "relu"]
 Density = Literal["relu", "softplus"]
 Axis = Literal["x", "y", "z"]
+OccupancyLoss = Literal["cross-entropy", "squared"]
 Schedule = Literal["cosine", "linear", "exponential", "constant"]
 
 
@@ -177,6 +178,9 @@ class OccupancySettings:
     """n: training points are drawn from a lattice of n^3; the paper has 512."""
     points: int = 8192
     """Points of a step, drawn anew in each."""
+    loss: OccupancyLoss = "cross-entropy"
+    """"cross-entropy" of the log-odds, or "squared": the squared error of the output to -0.5 outside and 0.5
+    inside, which the paper's released code minimises (to 0 and 1)."""
     surface_share: float = 0.7
     """Share of them from a band about the surface, weighted so that the expected loss stays the whole box's. 0: all of
     them evenly."""
@@ -206,6 +210,7 @@ class OccupancySettings:
         for name in ("azimuth", "elevation"):
             if not -360 <= getattr(self, name) <= 360:
                 raise UserError(f"{name} must be degrees from -360 to 360, got {getattr(self, name)!r}")
+        check_choice("loss", self.loss, get_args(OccupancyLoss))
         check_choice("up", self.up, get_args(Axis))
         if (self.field.in_features, self.field.out_features) != (3, 1):
             raise UserError("the network of a shape has in_features 3 and out_features 1")

@@ -44,7 +44,9 @@ _SMOLLM2: Any = {**_LLAMA, "num_key_value_heads": 3, "rope_theta": 1e5, "tie_wor
 _DEBERTA: Any = {"relative_attention": True, "position_buckets": 256, "norm_rel_ebd": "layer_norm"}
 _POSITIONS: Any = {"share_att_key": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}
 _SHAPE: Any = {"vocab_size": 128100, "type_vocab_size": 0, "pooler_hidden_size": 768}
+_ROBERTA: Any = {"vocab_size": 50265, "type_vocab_size": 1, "max_position_embeddings": 514, "pad_token_id": 1}
 _KNOWN = {
+    "FacebookAI/roberta-large": _known("roberta", (1024, 4096, 24, 16), **_ROBERTA),
     "microsoft/deberta-v3-base": _known("deberta-v2", (768, 3072, 12, 12), **_SHAPE, **_DEBERTA, **_POSITIONS),
     "meta-llama/Meta-Llama-3-8B": _known("llama", (4096, 14336, 32, 32), vocab_size=128256, **_LLAMA),
     "facebook/deit-tiny-patch16-224": _known("vit", (192, 768, 12, 3)),

@@ -1,0 +1,121 @@
+"""What a column of a table is in a comparison's record."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nlr_lab.compare.statistics import paired_mean
+
+Cell = dict[str, Any]
+
+
+def cell(value: float | None, *, why: str = "", n: int | None = None, **more: Any) -> Cell:
+    """Return a cell; one without a value has a reason."""
+    if value is None or not math.isfinite(value):
+        return {"why": why or "no number"}
+    return {"value": value, **({"n": n} if n is not None else {}), **more}
+
+
+def over_seeds(values: list[float | None], why: str = "diverged") -> Cell:
+    """Return the mean over seeds with its 95 % interval by Student's t, where there are several."""
+    if not values or None in values:
+        return cell(None, why=why)
+    found = paired_mean([value for value in values if value is not None])
+    more: Cell = {} if found.low is None else {"low": found.low, "high": found.high}
+    return cell(found.value, n=len(values), **more)
+
+
+class Arm:
+    """An arm's part of a comparison's record, and what else its columns are made of."""
+
+    def __init__(self, results: Mapping[str, Any], name: str, counts: Mapping[str, int], factor: float) -> None:
+        self.results, self.counts, self.factor = results, counts, factor
+        self.own = next(arm for arm in results["arms"] if arm["name"] == name)
+        self.base = next(arm for arm in results["arms"] if arm["name"] == results["reference"])
+        self.pair = results["against"].get(results["reference"], {}).get(name)
+        self.runs = [run for run in self.own["runs"] if run["seed"] in results["seeds"]]
+
+    def seeds(self, number: Callable[[Mapping[str, Any]], float | None]) -> Cell:
+        """Return a number of each run over the seeds."""
+        return over_seeds([None if run["final_loss"] is None else number(run) for run in self.runs])
+
+    def score(self) -> Cell:
+        """Return what the runs are judged by, shares in percent."""
+        key = "final_loss" if self.results["metric"]["name"] == "loss" else "score"
+        return self.seeds(lambda run: self.factor * run[key])
+
+    def estimate(self, name: str, factor: float = 1.0) -> Cell:
+        """Return a paired statistic against the reference."""
+        if self.pair is None:
+            return cell(None, why="it is the reference" if self.own is self.base else "diverged")
+        found = self.pair[name]
+        ends = sorted(factor * found[end] for end in ("low", "high") if found[end] is not None)
+        value, interval = found["value"], dict(zip(("low", "high"), ends, strict=False))
+        return cell(None if value is None else factor * value, why=found["note"], n=found["n"], **interval)
+
+    def step_ms(self) -> Cell:
+        """Return the milliseconds of a step."""
+        seconds = self.own["step_seconds_median"]
+        return cell(None if seconds is None else 1e3 * seconds, why="not timed")
+
+    def step_time(self) -> Cell:
+        """Return the step time over the reference's, percent."""
+        ratio = self.own["step_time_ratio"]
+        if ratio is None:
+            return cell(None, why="not timed")
+        values = {name: 100 * (ratio[name] - 1) for name in ("median", "low", "high")}
+        return cell(values.pop("median"), n=ratio["n"], **values)
+
+    def counted(self, name: str, unit: float) -> Cell:
+        """Return an exact count."""
+        value = self.counts.get(name)
+        return cell(None if value is None else value / unit, why="not counted")
+
+    def to_baseline(self) -> Cell:
+        """Return the steps after which the reference's final loss is reached, in thousands."""
+        if self.own is self.base:
+            return self.seeds(lambda run: run["steps"] / 1000)
+        found = [each["step_speedup"] for each in (self.pair or {}).get("seeds", {}).values()]
+        steps = [run["steps"] / 1000 / speed for run, speed in zip(self.runs, found, strict=False) if speed]
+        return over_seeds([*steps], "not reached") if len(steps) == len(self.runs) else cell(None, why="not reached")
+
+    def lower_train(self) -> Cell:
+        """Return how much lower the training loss is than the reference's, percent."""
+        own, base = self.own["train_loss"], self.base["train_loss"]
+        return cell(None if not own or not base else 100 * (1 - own / base), n=len(self.runs))
+
+    def diverged(self) -> Cell:
+        """Return the first step at which a run diverged."""
+        steps = [run["diverged_at"] for run in self.own["runs"] if run["diverged_at"] is not None]
+        return {"value": min(steps)} if steps else {"value": "stable", "n": len(self.own["runs"])}
+
+
+MEASURES: dict[str, Callable[[Arm], Cell]] = {
+    "params_plus_pct": lambda arm: cell(arm.own["parameters_percent"]),
+    "params_m": lambda arm: cell(arm.own["parameters"] / 1e6),
+    "params_k": lambda arm: cell(arm.own["parameters"] / 1e3),
+    "params_body_m": lambda arm: arm.counted("body", 1e6),
+    "trained_m": lambda arm: cell(arm.own["trainable"] / 1e6),
+    "trained_body_k": lambda arm: arm.counted("trained_body", 1e3),
+    "adapter_k": lambda arm: arm.counted("trained_body", 1e3),
+    "adapter_m": lambda arm: arm.counted("trained_body", 1e6),
+    "size_pct": lambda arm: cell(arm.own.get("percent", 100 * arm.own["parameters"] / arm.base["parameters"])),
+    "step_ms": Arm.step_ms,
+    "step_time_plus_pct": Arm.step_time,
+    "flops_plus_pct": lambda arm: cell(arm.own["flops_percent"], why="not counted"),
+    "eval_loss": lambda arm: arm.seeds(lambda run: run["final_loss"]),
+    "train_loss": lambda arm: arm.seeds(lambda run: run["train_loss"]),
+    "train_loss_lower_pct": Arm.lower_train,
+    "delta_loss": lambda arm: arm.estimate("delta"),
+    "step_speedup": lambda arm: arm.estimate("step_speedup"),
+    "wallclock_speedup": lambda arm: arm.estimate("wall_clock_speedup"),
+    "steps_to_baseline_k": Arm.to_baseline,
+    "steps_k": Arm.to_baseline,
+    "perplexity": lambda arm: arm.seeds(lambda run: math.exp(run["final_loss"])),
+    "relative_gain_pct": lambda arm: arm.estimate("delta", -100 / (arm.base["final_loss"]["mean"] or math.nan)),
+    "diverged_step": Arm.diverged,
+    "top1_pct": Arm.score,
+    "psnr": Arm.score,
+    "hours": lambda arm: arm.seeds(lambda run: run["seconds"] / 3600),
+}
+"""Column -> its cell of an arm."""

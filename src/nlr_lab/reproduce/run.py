@@ -1,0 +1,334 @@
+"""Run a table at a scale, and write what is published beside what was found.
+
+A table's folder is OUT/<name>/<scale>: `table.json`, `table.md`, and a folder for each comparison. Figures that share a
+table's runs have a folder of their own for table.json and table.md alone. The same command goes on where it stopped.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nlr_lab.runtime.storage import read_json, write_json, write_text
+from nonlinear_lowrank.errors import UserError
+
+from .table import SCALES, Absent, Cells, Compare, Measure, Table, slug
+
+RECORD, PAGE = "table.json", "table.md"
+_EVALUATED = "evaluated.json"  # beside a run's result: its scores by task
+_KINDS = ("commonsense", "mmlu")  # of tests that are asked of every trained model
+
+
+def run_table(
+    table: Table,
+    scale: str,
+    out: Path,
+    *,
+    sources: Mapping[str, str] | None = None,
+    seeds: int | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Run what is missing of a table's trials and write its record, which is returned.
+
+    Args:
+        table: its rows need trials; a diagram has none.
+        scale: demo, small or paper.
+        out: folder of all tables.
+        sources: other files or folders in the place of data sets and checkpoints, by name.
+        seeds: of every comparison, in place of the scale's.
+        quiet: print nothing of the comparisons.
+
+    Raises:
+        UserError: the table is a diagram, or what it needs is not there.
+    """
+    if table.trials is None:
+        where = f"; {' and '.join(table.seen_in)} measure what it shows" if table.seen_in else ""
+        raise UserError(f"{table.name} is a diagram, with nothing to measure{where}")
+    from nlr_lab.runtime.environment import provenance
+
+    started, home = time.monotonic(), out / slug(table.home) / scale
+    found: Cells = {}
+    parts: list[dict[str, Any]] = []
+    for trial in table.trials(scale):
+        if isinstance(trial, Compare):
+            if not trial.arms.keys() & table.rows.keys() and trial.after is None:
+                continue  # of another part than the figure shows
+            trial = _with_sources(trial, sources or {}, seeds)
+        if isinstance(trial, Compare):
+            cells, about = run_comparison(trial, home, table.columns, sources or {}, quiet=quiet)
+            parts.append(about)
+        elif isinstance(trial, Measure):
+            cells = trial.function(home)
+            parts.append({"part": trial.part})
+        else:
+            cells = _absent(trial, table)
+        for row, columns in cells.items():
+            if row in table.rows or (isinstance(trial, Compare) and table.home == table.name):
+                known = found.setdefault(row, {})
+                known |= {name: each for name, each in columns.items() if each and "value" not in known.get(name, {})}
+    _average(table, found)
+    record = build_record(table, scale, found)
+    record |= {"parts": parts, "seconds": round(time.monotonic() - started, 1), **provenance()}
+    folder = out / slug(table.name) / scale
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / RECORD, record)
+    write_text(folder / PAGE, page(record))
+    return record
+
+
+def run_comparison(
+    trial: Compare, home: Path, columns: Sequence[str], sources: Mapping[str, str], *, quiet: bool
+) -> tuple[Cells, dict[str, Any]]:
+    """Run or resume one comparison; return its cells and what it was."""
+    from nlr_lab.compare import compare
+    from nlr_lab.training.recipe import Recipe
+
+    from .measures import MEASURES, Arm
+
+    folder, models = home / trial.part, isinstance(trial.recipe, Recipe)
+    options: dict[str, Any] = {"seeds": trial.seeds, "tune_lr": trial.tune_lr, "timing_rounds": trial.rounds}
+    comparison = compare(trial.recipe, folder, arms=parse_arms(trial), resume=folder.exists(), quiet=quiet, **options)
+    results = comparison.results
+    factor = 100.0 if models and results["metric"]["name"] != "loss" else 1.0
+    counts = count_parts(trial) if {"params_body_m", "trained_body_k", "adapter_k", "adapter_m"} & {*columns} else {}
+    cells: Cells = {}
+    for row in trial.arms:
+        arm = Arm(results, slug(row), counts.get(row, {}), factor)
+        cells[row] = {column: MEASURES[column](arm) for column in columns if column in MEASURES}
+        if trial.column:
+            cells[row][trial.column] = arm.score()
+        if trial.tasks:
+            cells[row] |= _evaluate(trial, folder, arm, sources)
+    if trial.after is not None:
+        for row, more in trial.after(comparison, trial, home).items():
+            cells[row] = cells.get(row, {}) | more
+    about = {"part": trial.part, "summary": results["recipe"]["summary"] or results["recipe"]["name"]}
+    about |= {"arms": dict(trial.arms), "n": results["n"], "metric": results["metric"]["name"]}
+    return cells, about
+
+
+def parse_arms(trial: Compare) -> list[Any]:
+    """Return the arms of a comparison, named by their rows; raise UserError where one cannot be read."""
+    from nlr_lab.training.recipe import Recipe
+
+    if isinstance(trial.recipe, Recipe):
+        from nlr_lab.training.arms import Arm
+
+        return [replace(Arm.parse(text), name=slug(row)) for row, text in trial.arms.items()]
+    from nlr_lab.fields.problem import FieldArm
+
+    return [replace(FieldArm.parse(text), name=slug(row)) for row, text in trial.arms.items()]
+
+
+def count_parts(trial: Compare) -> dict[str, dict[str, int]]:
+    """Count on the meta device each arm's parameters outside the embeddings, and trained ones outside the head."""
+    task, found = trial.recipe.task, {}
+    for row, arm in zip(trial.arms, parse_arms(trial), strict=True):
+        model = task.build_on_meta()
+        setup = task.adapter_setup(model)
+        model = arm.apply(model, setup)
+        head = setup.head if setup is not None else ()
+        sizes = [(f".{name}", each) for name, each in model.named_parameters()]
+        trained = [each for name, each in sizes if each.requires_grad and not any(f".{own}." in name for own in head)]
+        body = sum(each.numel() for name, each in sizes if "embed" not in name and "lm_head" not in name)
+        found[row] = {"body": body, "trained_body": sum(each.numel() for each in trained)}
+    return found
+
+
+def _evaluate(trial: Compare, folder: Path, arm: Any, sources: Mapping[str, str]) -> dict[str, Any]:
+    """Score every trained model of an arm on the trial's tasks; what is scored already is read."""
+    from .measures import over_seeds
+
+    scores: dict[str, list[float | None]] = {column: [] for column in trial.tasks}
+    for run in arm.runs:
+        place = folder / "runs" / arm.own["name"] / f"lr-{run['lr']:.6g}" / f"seed-{run['seed']}"
+        known = read_json(place / _EVALUATED) if (place / _EVALUATED).is_file() else {}
+        if missing := [task for task in trial.tasks.values() if task not in known]:
+            known |= score_model(trial.recipe.task, place / "model", missing, sources)
+            write_json(place / _EVALUATED, known)
+        for column, task in trial.tasks.items():
+            scores[column].append(known.get(task))
+    return {column: over_seeds(values, "not scored") for column, values in scores.items()}
+
+
+def score_model(task: Any, folder: Path, names: Sequence[str], sources: Mapping[str, str]) -> dict[str, float]:
+    """Return the percent of right answers of a saved causal model on tasks of lm-eval.
+
+    Where `sources` has "commonsense" or "mmlu", the rows of that folder are asked instead: commonsense tests are then
+    answered in generated text, as the papers' evaluation does it.
+    """
+    from nlr_lab.evaluation.harness import score_answers, score_tasks
+    from nlr_lab.evaluation.local_tasks import find_local_tasks
+    from nlr_lab.runtime.environment import choose_device
+    from nonlinear_lowrank.hub.loading import is_adapter, load_causal_adapter, load_model, load_tokenizer
+
+    model = load_causal_adapter(folder, base=task.model.where()) if is_adapter(folder) else load_model(folder)
+    model, tokenizer = model.to(choose_device("")), load_tokenizer(folder)
+    found: dict[str, float] = {}
+    for kind in _KINDS:
+        own = {name: _local_name(name) for name in names if (kind == "mmlu") == name.startswith("mmlu")}
+        if kind in sources and own:
+            local = find_local_tasks([*own.values()], sources[kind])
+            if kind == "commonsense":
+                scored = score_answers(model, tokenizer, local)
+            else:
+                scored = score_tasks(model, tokenizer, local=local)
+            found |= {name: 100 * _accuracy(scored[asked]) for name, asked in own.items()}
+        elif own:
+            scored = score_tasks(model, tokenizer, [*own], shots=5 if kind == "mmlu" else None)
+            found |= {name: 100 * _accuracy(scored[name]) for name in own}
+    return found
+
+
+def _local_name(name: str) -> str:
+    """Return what a task of lm-eval is called over local rows: mmlu_stem is mmlu_local_stem, boolq boolq_local."""
+    return (
+        name.replace("mmlu", "mmlu_local", 1)
+        if name.startswith("mmlu")
+        else f"{name.replace('social_iqa', 'siqa')}_local"
+    )
+
+
+def _accuracy(metrics: Mapping[str, Any]) -> float:
+    return float(next(metrics[name] for name in ("acc_norm,none", "acc,none") if name in metrics))
+
+
+def _with_sources(trial: Compare, sources: Mapping[str, str], seeds: int | None) -> Compare:
+    trial = replace(trial, recipe=_replaced(trial.recipe, sources))
+    return trial if seeds is None else replace(trial, seeds=seeds)
+
+
+def _replaced(value: Any, sources: Mapping[str, str]) -> Any:
+    """Return a dataclass with every text that is a name in `sources` replaced, inside of it too."""
+    changes: dict[str, Any] = {}
+    for each in fields(value):
+        own = vars(value).get(each.name)
+        if isinstance(own, str) and own in sources:
+            changes[each.name] = sources[own]
+            changes |= {"streaming": False} if getattr(value, "streaming", False) else {}
+        elif is_dataclass(own) and not isinstance(own, type) and (new := _replaced(own, sources)) is not own:
+            changes[each.name] = new
+    return replace(value, **changes) if changes else value
+
+
+def _absent(trial: Absent, table: Table) -> Cells:
+    rows, columns = trial.rows or tuple(table.rows), trial.columns or tuple(table.columns)
+    return {row: {column: {"why": trial.why} for column in columns} for row in rows}
+
+
+def _average(table: Table, found: Cells) -> None:
+    """Fill the column "avg": the mean of the scores, where all were measured."""
+    from .measures import MEASURES, cell
+
+    scored = [column for column in table.columns if column not in MEASURES and column != "avg"]
+    if "avg" not in table.columns:
+        return
+    for cells in found.values():
+        values: list[Any] = [cells.get(column, {}).get("value") for column in scored]
+        whole = None not in values
+        cells.setdefault("avg", cell(statistics.fmean(values) if whole else None, why="not all columns are measured"))
+
+
+# --- the record and its page ------------------------------------------------------------------------------------------
+
+
+def build_record(table: Table, scale: str, found: Cells) -> dict[str, Any]:
+    """Return the record: every row, published and ours apart."""
+    columns = [*table.columns]
+    columns += dict.fromkeys(column for cells in found.values() for column in cells if column not in columns)
+    rows = []
+    for label in dict.fromkeys([*table.rows, *found]):
+        printed = dict(zip(table.columns, table.rows.get(label, ()), strict=False))
+        ours = {column: found.get(label, {}).get(column, {"why": "not measured"}) for column in columns}
+        rows.append({"row": label, "published": printed, "ours": ours})
+    known: list[dict[str, Any]] = [row for row in rows if row["row"] in table.rows]
+    cells = [row["ours"][column] for row in known for column in table.columns]
+    counts = [each["n"] for each in cells if "n" in each]
+    return {
+        "table": table.name,
+        "scale": scale,
+        "title": table.title,
+        "published_in": table.section,
+        "note": table.note,
+        "columns": columns,
+        "rows": rows,
+        "measured": sum("value" in each for each in cells),
+        "cells": len(cells),
+        "n": min(counts, default=None),
+    }
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """Return table.md."""
+    from nlr_lab.compare.report import markdown_table
+
+    columns = record["columns"]
+    printed = [column for column in columns if any(row["published"].get(column) is not None for row in record["rows"])]
+    head = ["row"]
+    for column in columns:
+        head += [f"{column}, published", f"{column}, ours"] if column in printed else [f"{column}, ours"]
+    whys: dict[str, int] = {}
+    rows = []
+    for row in record["rows"]:
+        texts = [row["row"]]
+        for column in columns:
+            texts += [_number(row["published"].get(column))] if column in printed else []
+            texts.append(_ours(row["ours"][column], whys))
+        rows.append(tuple(texts))
+    lines = [
+        f"# {record['table']}: {record['title']}",
+        f"Published: {record['published_in']}. Ours: scale `{record['scale']}`, in brackets the 95 % interval and the "
+        "number n of seeds (of step times: of rounds).",
+        *([] if record["scale"] == "paper" else ["Ours are of other models, data and lengths than the published."]),
+        *([record["note"]] if record["note"] else []),
+        markdown_table(tuple(head), rows),
+        "\n".join(f"({number}) {why}" for why, number in whys.items()),
+        "\n".join(
+            f"- `{part['part']}`: {part['summary']}, n = {part['n']}" for part in record["parts"] if "arms" in part
+        ),
+    ]
+    return "\n\n".join(line for line in lines if line) + "\n"
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _ours(found: Mapping[str, Any], whys: dict[str, int]) -> str:
+    """Return a cell as text; reasons are numbered, and listed below the table."""
+    if "value" not in found:
+        return f"- ({whys.setdefault(found['why'], len(whys) + 1)})"
+    about = [f"{found['low']:.4g}, {found['high']:.4g}"] if "low" in found else []
+    about += [f"n={found['n']}"] if "n" in found else []
+    return _number(found["value"]) + (f" [{'; '.join(about)}]" if about else "")
+
+
+def state(table: Table, scale: str, out: Path) -> str:
+    """Return what has been run of a table."""
+    if table.trials is None:
+        return "diagram, nothing to measure"
+    file = out / slug(table.name) / scale / RECORD
+    if not file.is_file():
+        trials = (out / slug(table.home) / scale).is_dir()
+        return "begun" if trials else "not run"
+    record = read_json(file, rows=list)
+    n = f", n = {record['n']}" if record["n"] else ""
+    return f"run: {record['measured']} of {record['cells']} cells{n}"
+
+
+def overview(tables: Sequence[Table], out: Path, write: Callable[[str], object] = print) -> None:
+    """Print for each table what it measures, what each scale takes, and what has been run."""
+    for table in tables:
+        write(f"{table.name}  {table.title} ({table.section})")
+        if table.trials is None:
+            seen = f"; see {', '.join(table.seen_in)}" if table.seen_in else ""
+            write(f"    diagram, nothing to measure{seen}")
+            continue
+        shared = f"; runs of {table.home}" if table.home != table.name else ""
+        write(f"    measures {', '.join(table.columns)} of {len(table.rows)} rows{shared}")
+        for scale in SCALES:
+            write(f"    {scale:<6} {state(table, scale, out):<32} {table.takes[scale]}")

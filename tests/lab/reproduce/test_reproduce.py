@@ -1,0 +1,131 @@
+"""Every table maps to runs at every scale, published numbers are those printed, and cheap tables truly run."""
+
+import json
+
+import pytest
+
+from cli_helpers import refused, succeed
+from nlr_lab.reproduce import SCALES, tables
+from nlr_lab.reproduce.measures import MEASURES
+from nlr_lab.reproduce.run import count_parts, parse_arms
+from nlr_lab.reproduce.table import Absent, Compare, slug
+from nlr_lab.training.recipe import Recipe
+
+TABLES = tables()
+ALL = list(TABLES.values())
+MEASURED = [table.name for table in ALL if table.trials is not None]
+HOMES = sorted({table.home for table in ALL if table.home})
+NAMES = [
+    *(f"noble/{each}" for each in ("table1", "table2", "table3", "table4", "table5", "step-times")),
+    *(f"noble/fig{number}" for number in range(1, 6)),
+    *(f"notes/{each}" for each in ("c4", "glue", "latency")),
+    *("query/results", "query/stability"),
+    *(f"sine/table{number}" for number in range(1, 14)),
+    *(f"sine/fig{number}" for number in range(1, 10)),
+]
+"""What the references number, and what the notes and the document on queries tabulate."""
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("NLR_CACHE", str(tmp_path_factory.getbasetemp() / "reproduce-cache"))
+
+
+def test_every_numbered_table_and_figure_is_there_and_runs_or_is_a_diagram():
+    assert {table.name for table in ALL} >= set(NAMES)
+    assert [table.name for table in ALL if (table.trials is None) != table.diagram] == []
+    for table in ALL:
+        assert all(len(values) == len(table.columns) for values in table.rows.values()), table.name
+        assert all(name in TABLES for name in table.seen_in), table.name
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", MEASURED)
+def test_every_row_maps_to_an_arm_a_measure_or_a_reason(name, scale):
+    table = TABLES[name]
+    rows, columns, measured = set(), set(), False
+    for trial in table.trials(scale):
+        if isinstance(trial, Compare):
+            arms = [arm.name for arm in parse_arms(trial)]
+            assert len(set(arms)) == len(arms) >= 2
+            rows |= trial.arms.keys()
+            columns |= {trial.column, *trial.tasks, *(column for column in table.columns if column in MEASURES)}
+            measured |= trial.after is not None
+        elif isinstance(trial, Absent):
+            rows |= set(trial.rows or table.rows)
+            columns |= set(trial.columns or table.columns)
+            assert trial.why
+        else:
+            measured = True
+    assert measured or rows >= table.rows.keys()
+    assert measured or columns | {"avg"} >= {*table.columns}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", HOMES)
+def test_arms_fit_their_models_on_meta(name, scale):
+    for trial in TABLES[name].trials(scale):
+        if isinstance(trial, Compare) and isinstance(trial.recipe, Recipe):
+            counted = count_parts(trial)
+            untrained = [
+                row for row, count in counted.items() if not count["trained_body"] and trial.arms[row] != "head"
+            ]
+            assert untrained == []
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    {
+        "sine/table5": {"sine LoRA k=8": {"omega": 600, "lr": 1e-4, "epochs": 3}},
+        "sine/table9": {"ViT-Base k=250": {"omega": 150}},
+    }.items(),
+)
+def test_settings_are_the_published_ones(name, found, capsys, tmp_path):
+    succeed(capsys, "reproduce", name, "--out", tmp_path)
+    record = json.loads((tmp_path / slug(name) / "demo" / "table.json").read_text())
+    rows = {row["row"]: row for row in record["rows"]}
+    assert record["measured"] == record["cells"]
+    for row, values in found.items():
+        assert {column: cell["value"] for column, cell in rows[row]["ours"].items()} == values
+    for row in rows.values():
+        ours = {column: cell["value"] for column, cell in row["ours"].items()}
+        assert ours == row["published"], row["row"]
+
+
+def test_a_figure_uses_the_runs_of_its_table_and_the_list_says_what_was_run(capsys, tmp_path, monkeypatch):
+    from nlr_lab.reproduce import noble
+
+    tiny = {"layers": 1, "width": 16, "heads": 2, "hidden": 32}
+    recipe = noble.recipe
+    monkeypatch.setattr(noble, "recipe", lambda name, steps=None, **_: recipe(name, 10, **tiny))
+    monkeypatch.setattr(noble, "RANKS", (64,))
+    printed = succeed(capsys, "reproduce", "noble/table5", "--out", tmp_path)
+    assert "| tanh, 1 layer | 2.968 |" in printed
+    record = json.loads((tmp_path / "noble-table5" / "demo" / "table.json").read_text())
+    assert (record["measured"], record["cells"], record["n"]) == (19, 20, 1)  # the baseline has no difference
+    rows = {row["row"]: row for row in record["rows"]}
+    ours = rows["cosine, 2 layers"]["ours"]
+    assert ours["delta_loss"]["value"] == pytest.approx(
+        ours["eval_loss"]["value"] - rows["baseline"]["ours"]["eval_loss"]["value"]
+    )
+    runs = {path: path.stat().st_mtime_ns for path in tmp_path.glob("noble-table5/**/result.json")}
+    succeed(capsys, "reproduce", "noble/fig5", "--out", tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("noble-*/**/result.json")} == runs
+    listed = succeed(capsys, "reproduce", "noble/*", "--list", "--out", tmp_path)
+    assert "demo   run: 19 of 20 cells, n = 1" in listed
+    assert "diagram, nothing to measure" in listed
+    assert refused(capsys, "reproduce", "noble/fig2").endswith("noble/fig2 is a diagram, with nothing to measure\n")
+
+
+def test_refusals(capsys):
+    assert "did you mean 'noble/table1'" in refused(capsys, "reproduce", "noble/tabel1")
+    assert "name a table" in refused(capsys, "reproduce")
+    assert "NAME=PATH" in refused(capsys, "reproduce", "noble/table1", "--source", "cifar")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOMES)
+def test_every_demo_runs(name, capsys, tmp_path):
+    succeed(capsys, "reproduce", name, "--out", tmp_path)
+    record = json.loads((tmp_path / slug(name) / "demo" / "table.json").read_text())
+    assert any("value" in cell for row in record["rows"] for cell in row["ours"].values())
