@@ -16,7 +16,7 @@ from .options import parse
 
 @dataclass(frozen=True, kw_only=True)
 class ReproduceOptions:
-    """Run a table or figure of the five references at a scale; print what is published beside what was found.
+    """Run a published table or figure at a scale; print what is published beside what was found.
 
     The same command goes on where it stopped. nlr reproduce --list names the tables.
     """
