@@ -215,15 +215,15 @@ def _pair(base: ArmRecord, arm: ArmRecord, seeds: Sequence[int], times: Times, m
     reference, own = ({seed: each.runs[seed] for seed in seeds} for each in (base, arm))
     ratio = paired_ratio(times[arm.name], times[base.name]) if times else None
     found = compare_pair(reference, own, ratio, speed=measure.is_loss)
-    cautions: list[str] = []
+    cautions: dict[str, str] = {}
     if (delta := found["delta"]["value"]) is not None:
         curves = {
             each.name: [run.losses if measure.is_loss else run.metric_curve for run in _of_seeds(each, seeds)]
             for each in (base, arm)
         }
-        cautions += curve_cautions(delta, curves, higher_is_better=measure.higher_is_better)
+        cautions |= curve_cautions(delta, curves, higher_is_better=measure.higher_is_better)
         if found["seeds"] and _have_curves((base, arm), seeds):
-            cautions += speed_cautions(curves, found["bounds"])
+            cautions |= speed_cautions(curves, found["bounds"])
     return found | {"cautions": cautions}
 
 

@@ -160,7 +160,9 @@ def delta_sentence(name: str, reference: str, pair: Record, metric: Record) -> s
 
 def cautioned(text: str, pair: Record) -> str:
     """The text, followed by what its curves do not bear where it claims something."""
-    return text + (f" **Caution**: {'; '.join(pair['cautions'])}." if claims(pair) and pair["cautions"] else "")
+    return text + (
+        f" **Caution**: {'; '.join(pair['cautions'].values())}." if claims(pair) and pair["cautions"] else ""
+    )
 
 
 def claims(pair: Record) -> bool:

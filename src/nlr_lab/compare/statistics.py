@@ -122,30 +122,30 @@ def late_change(points: Points) -> tuple[float, float] | None:
 
 def curve_cautions(
     difference: float, curves: Mapping[str, Sequence[Points]], *, higher_is_better: bool = False
-) -> list[str]:
+) -> dict[str, str]:
     """Say where two arms' curves (name -> those of its seeds) do not bear a claim on their difference.
 
     They have not flattened: over the last fifth of its steps one of the two still improved, in the mean over seeds, by
-    more than the difference. Or whether they have flattened is not known.
+    more than the difference ("flattened"). Or that is not known ("seldom").
     """
     late = {name: [late_change(curve) for curve in of_seeds] for name, of_seeds in curves.items()}
     known = {name: [each for each in changes if each is not None] for name, changes in late.items()}
     if any(len(known[name]) < len(late[name]) for name in late):
-        return ["the runs are evaluated too seldom to tell whether their curves have flattened"]
+        return {"seldom": "the runs are evaluated too seldom to tell whether their curves have flattened"}
     sign = 1 if higher_is_better else -1
     gains = {name: sign * float(np.mean([change for change, _ in changes])) for name, changes in known.items()}
     moving = [f"`{name}` by {gain:.3g}" for name, gain in gains.items() if gain > abs(difference)]
     if not moving:
-        return []
+        return {}
     share = max(share for changes in known.values() for _, share in changes)
-    return [
-        f"the curves have not flattened (over the last {100 * share:.0f} % of the steps {' and '.join(moving)} "
-        "still improved, more than the difference), so it may be one of speed or schedule alone"
-    ]
+    return {
+        "flattened": f"the curves have not flattened (over the last {100 * share:.0f} % of the steps "
+        f"{' and '.join(moving)} still improved, more than the difference), so it may be one of speed or schedule alone"
+    }
 
 
-def speed_cautions(curves: Mapping[str, Sequence[Points]], bounds: int) -> list[str]:
-    """Say where a speed is read off too coarse a curve: few evaluations, or crossings at the first one."""
+def speed_cautions(curves: Mapping[str, Sequence[Points]], bounds: int) -> dict[str, str]:
+    """Say where a speed is read off too coarse a curve ("evaluations"): a short one, or one crossed at its first point."""
     found = []
     lengths = [len(curve) for of_seeds in curves.values() for curve in of_seeds]
     if min(lengths) < _FEW_EVALUATIONS:
@@ -155,7 +155,7 @@ def speed_cautions(curves: Mapping[str, Sequence[Points]], bounds: int) -> list[
             f"in {bounds} of {len(lengths) // 2} seeds the crossing lies at the first evaluation: evaluate more often "
             "for a sharper speedup"
         )
-    return found
+    return {"evaluations": "; ".join(found)} if found else {}
 
 
 # --- one arm against another -------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def test_cautions_a_claim_that_its_curves_do_not_bear(shape, options, cautions):
     results = compared(shape, **options)
     line = verdict(results)
     assert (". **Caution**: " in line) == bool(cautions)
-    assert "; ".join(results["against"]["baseline"]["noble"]["cautions"]) in line
+    assert "; ".join(results["against"]["baseline"]["noble"]["cautions"].values()) in line
     for words in cautions:
         assert words in line
     fewer = options in ({"every": 5}, {"every": 1, "steps": 3}) and shape is not at_first
@@ -91,7 +91,7 @@ def test_late_change_needs_an_evaluation_in_the_first_four_fifths():
     assert late_change([(50, 4.0), (80, 3.5), (90, 2.0), (100, 3.0)]) == pytest.approx((-0.5, 0.2))
     assert late_change([(81, 4.0), (100, 3.0)]) is None
     assert late_change([]) is None
-    assert curve_cautions(0.4, {"a": [[(80, 3.5), (100, 3.0)], [(80, 3.5), (100, 3.4)]]}) == []
+    assert curve_cautions(0.4, {"a": [[(80, 3.5), (100, 3.0)], [(80, 3.5), (100, 3.4)]]}) == {}
 
 
 LOST = {"train": None, "plain": None, "loss": None}
