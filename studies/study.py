@@ -106,18 +106,21 @@ _RUNS = "runs.tar.xz"
 _KEPT = ("ladder.json", "foretold/*", "**/compare.json", "**/timing.json", "**/result.json")
 
 
-def pack_runs(folder: Path, work: Path) -> None:
-    """Keep a long study's finished runs, without weights and curves, so that another machine can go on with it."""
-    with tarfile.open(folder / _RUNS, "w:xz") as runs:
-        for file in sorted(file for pattern in _KEPT for file in work.glob(pattern)):
-            runs.add(file, file.relative_to(work))
+@contextmanager
+def kept_runs(folder: Path, work: Path) -> Iterator[None]:
+    """Keep a long study's finished runs in `folder`, without weights, also when it is interrupted.
 
-
-def unpack_runs(folder: Path, work: Path) -> None:
-    """Begin a new `work` with what `pack_runs` kept."""
+    A `work` that is not there begins with them, so that another machine can go on.
+    """
     if (folder / _RUNS).exists() and not work.exists():
         with tarfile.open(folder / _RUNS) as runs:
             runs.extractall(work, filter="data")
+    try:
+        yield
+    finally:
+        with tarfile.open(folder / _RUNS, "w:xz") as runs:
+            for file in sorted(file for pattern in _KEPT for file in work.glob(pattern)):
+                runs.add(file, file.relative_to(work))
 
 
 def noble_arms(wider: float, ranks: Iterable[int]) -> list[Arm]:

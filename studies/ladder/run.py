@@ -26,7 +26,7 @@ from nlr_lab.compare.record import RESULTS
 from nlr_lab.scale.ladder import ARMS, SCALES
 from nlr_lab.scale.report import PICTURE
 from nlr_lab.scale.run import run_ladder
-from studies.study import one_line_errors, pack_runs, study_parser, unpack_runs
+from studies.study import kept_runs, one_line_errors, study_parser
 
 HERE = Path(__file__).parent
 FEW = tuple(arm for arm in ARMS if arm.rpartition("name=")[2] in ("plain", "wide", "noble", "noble-muon", "cola"))
@@ -49,14 +49,12 @@ def main() -> None:
         name: str(given.data / f"{part}.txt.xz") for name, part in (("source", "train"), ("valid_source", "valid"))
     }
     own = {"text": replace(small.text, **files), "seeds": given.seeds, "threads": given.threads}
-    unpack_runs(HERE, given.work)
-    with one_line_errors(given.stage):
+    with one_line_errors(given.stage), kept_runs(HERE, given.work):
         command = f"python -m studies.ladder.run DATA --stage {given.stage} --seeds {given.seeds}"
         run_ladder(replace(small, **own, **STAGES[given.stage]), given.work, command=command)
     for name in (RESULTS, PICTURE):
         if (given.work / name).exists():
             shutil.copyfile(given.work / name, HERE / name)
-    pack_runs(HERE, given.work)
 
 
 if __name__ == "__main__":

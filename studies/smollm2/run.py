@@ -17,7 +17,7 @@ from typing import Any
 
 from nlr_lab.recipes import get_recipe
 from nlr_lab.training import Arm
-from studies.study import one_line_errors, pack_runs, run_study, study_parser, unpack_runs
+from studies.study import kept_runs, one_line_errors, run_study, study_parser
 
 HERE = Path(__file__).parent
 _LAST = r".*\.2[789]\.self_attn\.[qv]_proj"
@@ -45,8 +45,7 @@ def main() -> None:
         task=replace(task, instructions=data),
         train=replace(recipe.train, steps=60, eval_every=30, log_every=10, threads=arguments.threads, tracker="none"),
     )
-    unpack_runs(HERE, arguments.work)
-    with one_line_errors():
+    with one_line_errors(), kept_runs(HERE, arguments.work):
         run_study(
             recipe,
             arguments.work / "tuned",
@@ -58,7 +57,6 @@ def main() -> None:
             max_extensions=1,
             command=f"python -m studies.smollm2.run INSTRUCTIONS --seeds {arguments.seeds}",
         )
-    pack_runs(HERE, arguments.work)
 
 
 if __name__ == "__main__":
