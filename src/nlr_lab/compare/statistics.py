@@ -145,7 +145,7 @@ def curve_cautions(
 
 
 def speed_cautions(curves: Mapping[str, Sequence[Points]], bounds: int) -> dict[str, str]:
-    """Say where a speed is read off too coarse a curve ("evaluations"): a short one, or one crossed at its first point."""
+    """Say where a speed is read off too coarse a curve, or one crossed at its first point ("evaluations")."""
     found = []
     lengths = [len(curve) for of_seeds in curves.values() for curve in of_seeds]
     if min(lengths) < _FEW_EVALUATIONS:
