@@ -1,4 +1,4 @@
-"""The tables and figures of the five references, run again: published numbers beside ours, at three scales.
+"""The tables and figures of the references but nora.txt, run again: published numbers beside ours, at three scales.
 
 `published/*.json` has what is printed; `noble`, `query` and `sine` say what is run for it; `run` runs it.
 """

@@ -1,4 +1,4 @@
-"""What a column of a table is in a comparison's record."""
+"""Columns of tables, read from a comparison's record."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -61,7 +61,7 @@ def run_table(
             parts.append(about)
         elif isinstance(trial, Measure):
             cells = trial.function(home)
-            parts.append({"part": trial.part})
+            parts.append({"part": trial.part, "note": trial.note})
         else:
             cells = _absent(trial, table)
         for row, columns in cells.items():
@@ -281,7 +281,12 @@ def page(record: Mapping[str, Any]) -> str:
         f"# {record['table']}: {record['title']}",
         f"Published: {record['published_in']}. Ours: scale `{record['scale']}`, in brackets the 95 % interval and the "
         "number n of seeds (of step times: of rounds).",
-        *([] if record["scale"] == "paper" else ["Ours are of other models, data and lengths than the published."]),
+        *(
+            ["Ours are of other models, data and lengths than the published."]
+            if record["scale"] != "paper" and not all(part.get("note") for part in record["parts"])
+            else []
+        ),
+        *dict.fromkeys(part["note"] for part in record["parts"] if part.get("note")),
         *([record["note"]] if record["note"] else []),
         markdown_table(tuple(head), rows),
         "\n".join(f"({number}) {why}" for why, number in whys.items()),

@@ -132,7 +132,10 @@ def _planned_memory(folder: Path) -> Cells:
 @runs("sine/table6", takes=("2 min of 2 cores", "10 min of 2 cores", "2 min of 2 cores: computed from shapes"))
 def memory(scale: str) -> list[Trial]:
     """Measured on a small Llama, computed for Llama-3-8B."""
-    return [Measure(part="memory", function=_planned_memory if scale == "paper" else partial(_measured_memory, scale))]
+    if scale == "paper":
+        note = "Ours are computed by `nlr plan` from shapes, not measured."
+        return [Measure(part="memory", function=_planned_memory, note=note)]
+    return [Measure(part="memory", function=partial(_measured_memory, scale))]
 
 
 # --- settings -----------------------------------------------------------------------------------------------------
@@ -141,14 +144,15 @@ AT_ONCE = ("seconds", "seconds", "seconds")
 
 
 def settings(cells: Mapping[str, Mapping[str, Any]]) -> list[Trial]:
-    """What this tool's recipes set, by row and column."""
+    """Return the settings of this tool's recipes, by row and column."""
+    note = "Ours are settings of this tool's recipes, which take them from the paper: nothing is measured."
     found = {row: {column: {"value": value} for column, value in own.items()} for row, own in cells.items()}
-    return [Measure(part="settings", function=lambda folder: found)]
+    return [Measure(part="settings", function=lambda folder: found, note=note)]
 
 
 @runs("sine/table4", takes=AT_ONCE)
 def glue_settings(scale: str) -> list[Trial]:
-    """Of the recipes glue-*."""
+    """Learning rates and epochs of the recipes glue-*."""
     trains = {column: recipe(f"glue-{task}").train for column, task in GLUE.items()}
     return settings({column: {"lr": train.lr, "epochs": train.epochs} for column, train in trains.items()})
 
@@ -338,7 +342,7 @@ def _nerf_memory(scale: str, folder: Path) -> Cells:
 
 @runs("sine/table12", takes=("1 min of 2 cores", "1 min of a GPU", "1 min of a GPU"))
 def nerf_memory(scale: str) -> list[Trial]:
-    """Of a step."""
+    """Memory of a step, by rank."""
     return [Measure(part="memory", function=partial(_nerf_memory, scale))]
 
 

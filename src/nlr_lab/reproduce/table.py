@@ -55,6 +55,8 @@ class Measure:
 
     part: str
     function: Callable[[Path], Cells]
+    note: str = ""
+    """For the page, where the numbers are no measurements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +85,7 @@ class Table:
     rows: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Label -> published values by column; None where none is printed."""
     note: str = ""
-    """What a reader of the published numbers must know."""
+    """Remark on the published numbers."""
     diagram: bool = False
     """There is nothing to measure."""
     seen_in: Sequence[str] = ()
