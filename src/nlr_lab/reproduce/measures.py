@@ -90,6 +90,8 @@ class Arm:
         return {"value": min(steps)} if steps else {"value": "stable", "n": len(self.own["runs"])}
 
 
+COUNTED = {"params_body_m", "trained_body_k", "trained_body_m"}
+"""Columns that `Arm.counts` has to know."""
 MEASURES: dict[str, Callable[[Arm], Cell]] = {
     "params_plus_pct": lambda arm: cell(arm.own["parameters_percent"]),
     "params_m": lambda arm: cell(arm.own["parameters"] / 1e6),
@@ -97,8 +99,7 @@ MEASURES: dict[str, Callable[[Arm], Cell]] = {
     "params_body_m": lambda arm: arm.counted("body", 1e6),
     "trained_m": lambda arm: cell(arm.own["trainable"] / 1e6),
     "trained_body_k": lambda arm: arm.counted("trained_body", 1e3),
-    "adapter_k": lambda arm: arm.counted("trained_body", 1e3),
-    "adapter_m": lambda arm: arm.counted("trained_body", 1e6),
+    "trained_body_m": lambda arm: arm.counted("trained_body", 1e6),
     "size_pct": lambda arm: cell(arm.own.get("percent", 100 * arm.own["parameters"] / arm.base["parameters"])),
     "step_ms": Arm.step_ms,
     "step_time_plus_pct": Arm.step_time,
@@ -110,7 +111,6 @@ MEASURES: dict[str, Callable[[Arm], Cell]] = {
     "step_speedup": lambda arm: arm.estimate("step_speedup"),
     "wallclock_speedup": lambda arm: arm.estimate("wall_clock_speedup"),
     "steps_to_baseline_k": Arm.to_baseline,
-    "steps_k": Arm.to_baseline,
     "perplexity": lambda arm: arm.seeds(lambda run: math.exp(run["final_loss"])),
     "relative_gain_pct": lambda arm: arm.estimate("delta", -100 / (arm.base["final_loss"]["mean"] or math.nan)),
     "diverged_step": Arm.diverged,

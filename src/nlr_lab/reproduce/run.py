@@ -85,14 +85,14 @@ def run_comparison(
     from nlr_lab.compare import compare
     from nlr_lab.training.recipe import Recipe
 
-    from .measures import MEASURES, Arm
+    from .measures import COUNTED, MEASURES, Arm
 
     folder, models = home / trial.part, isinstance(trial.recipe, Recipe)
     options: dict[str, Any] = {"seeds": trial.seeds, "tune_lr": trial.tune_lr, "timing_rounds": trial.rounds}
     comparison = compare(trial.recipe, folder, arms=parse_arms(trial), resume=folder.exists(), quiet=quiet, **options)
     results = comparison.results
     factor = 100.0 if models and results["metric"]["name"] != "loss" else 1.0
-    counts = count_parts(trial) if {"params_body_m", "trained_body_k", "adapter_k", "adapter_m"} & {*columns} else {}
+    counts = count_parts(trial) if COUNTED & {*columns} else {}
     cells: Cells = {}
     for row in trial.arms:
         arm = Arm(results, slug(row), counts.get(row, {}), factor)

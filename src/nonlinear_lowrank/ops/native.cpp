@@ -328,7 +328,7 @@ void add_up(
     add_columns<1>(u, u_stride, up + column, width, y + column, y_stride, tokens, r, width - column);
 }
 
-constexpr int64_t kFew = 64;  // tokens, up to which loops of our own add the up projection
+constexpr int64_t kFew = 64;  // tokens, above which BLAS adds the up projection, on all threads
 
 Tensors noble_decode(
     const Tensor& x, const Tensor& weight, const Optional& bias, bool dense_bias, const Tensors& mixes,

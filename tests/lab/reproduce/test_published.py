@@ -71,7 +71,7 @@ def test_sine(facts):
     assert rows_of("sine/table6") == [row[1:] for row in facts["sine_table6_training_memory_gb_llama3_8b"]["rows"]]
     assert [hours for (hours,) in column("sine/hours", "hours")] == list(facts["sine_hours_llama3_8b_h100"].values())
     rows = facts["sine_table7_8_dora"]["rows"]
-    assert column("sine/table7", "adapter_m", "avg") == [
+    assert column("sine/table7", "trained_body_m", "avg") == [
         pair for row in rows for pair in ((row[1], row[2]), (row[1], row[3]))
     ]
     assert rows_of("sine/table8") == [row[4:] for row in rows]
