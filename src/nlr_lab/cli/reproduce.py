@@ -31,7 +31,7 @@ class ReproduceOptions:
     """Seeds of every comparison; default: the scale's."""
     source: tuple[str, ...] = ()
     """NAME=PATH: a file or folder in the place of a data set or checkpoint of that name, as in
-    uoft-cs/cifar10=cifar10.npz. commonsense=FOLDER and mmlu=FOLDER hold the tests' rows."""
+    uoft-cs/cifar10=cifar10.npz. commonsense=FOLDER holds the tests' rows."""
     list: FlagCreatePairsOff[bool] = False
     """List the tables: what they measure, what each scale takes, and what has been run in --out."""
 
@@ -48,7 +48,7 @@ def run_reproduce(arguments: list[str]) -> None:
     if wrong := next((name for name, equals, path in pairs if not (name and equals and path)), None):
         raise UserError(f"--source {wrong} must be NAME=PATH, as in uoft-cs/cifar10=cifar10.npz")
 
-    from nlr_lab.reproduce.run import overview, page, run_table
+    from nlr_lab.reproduce.run import check_sources, overview, page, run_table
 
     if options.list:
         overview(found, out)
@@ -57,8 +57,9 @@ def run_reproduce(arguments: list[str]) -> None:
         raise UserError("name a table: nlr reproduce noble/table1; nlr reproduce --list names all")
     if len(found) > 1:
         found = [table for table in found if table.trials is not None]
+    sources = {name: path for name, _, path in pairs}
+    check_sources(found, options.scale, [*sources])
     for table in found:
-        sources = {name: path for name, _, path in pairs}
         record = run_table(table, options.scale, out, sources=sources, seeds=options.seeds)
         if rank() == 0:
             print(page(record))

@@ -18,7 +18,7 @@ from .table import SCALES, Absent, Cells, Compare, Measure, Table, slug
 
 RECORD, PAGE = "table.json", "table.md"
 _EVALUATED = "evaluated.json"  # beside a run's result: its scores by task
-_KINDS = ("commonsense", "mmlu")  # of tests that are asked of every trained model
+_COMMONSENSE = "commonsense"  # source of the tests that are asked of every trained model
 
 
 def run_table(
@@ -156,8 +156,8 @@ def _evaluate(trial: Compare, folder: Path, arm: Any, sources: Mapping[str, str]
 def score_model(task: Any, folder: Path, names: Sequence[str], sources: Mapping[str, str]) -> dict[str, float]:
     """Return the percent of right answers of a saved causal model on tasks of lm-eval.
 
-    Where `sources` has "commonsense" or "mmlu", the rows of that folder are asked instead: commonsense tests are then
-    answered in generated text, as the papers' evaluation does it.
+    Where `sources` has "commonsense", the rows of that folder are asked instead, and answered in generated text, as the
+    papers' evaluation does it.
     """
     from nlr_lab.evaluation.harness import score_answers, score_tasks
     from nlr_lab.evaluation.local_tasks import find_local_tasks
@@ -166,29 +166,13 @@ def score_model(task: Any, folder: Path, names: Sequence[str], sources: Mapping[
 
     model = load_causal_adapter(folder, base=task.model.where()) if is_adapter(folder) else load_model(folder)
     model, tokenizer = model.to(choose_device("")), load_tokenizer(folder)
-    found: dict[str, float] = {}
-    for kind in _KINDS:
-        own = {name: _local_name(name) for name in names if (kind == "mmlu") == name.startswith("mmlu")}
-        if kind in sources and own:
-            local = find_local_tasks([*own.values()], sources[kind])
-            if kind == "commonsense":
-                scored = score_answers(model, tokenizer, local)
-            else:
-                scored = score_tasks(model, tokenizer, local=local)
-            found |= {name: 100 * _accuracy(scored[asked]) for name, asked in own.items()}
-        elif own:
-            scored = score_tasks(model, tokenizer, [*own], shots=5 if kind == "mmlu" else None)
-            found |= {name: 100 * _accuracy(scored[name]) for name in own}
-    return found
-
-
-def _local_name(name: str) -> str:
-    """Return what a task of lm-eval is called over local rows: mmlu_stem is mmlu_local_stem, boolq boolq_local."""
-    return (
-        name.replace("mmlu", "mmlu_local", 1)
-        if name.startswith("mmlu")
-        else f"{name.replace('social_iqa', 'siqa')}_local"
-    )
+    asked = {name: name for name in names}
+    if _COMMONSENSE in sources:
+        asked = {name: f"{name.replace('social_iqa', 'siqa')}_local" for name in names}
+        scored = score_answers(model, tokenizer, find_local_tasks([*asked.values()], sources[_COMMONSENSE]))
+    else:
+        scored = score_tasks(model, tokenizer, [*names])
+    return {name: 100 * _accuracy(scored[own]) for name, own in asked.items()}
 
 
 def _accuracy(metrics: Mapping[str, Any]) -> float:
@@ -198,6 +182,18 @@ def _accuracy(metrics: Mapping[str, Any]) -> float:
 def _with_sources(trial: Compare, sources: Mapping[str, str], seeds: int | None) -> Compare:
     trial = replace(trial, recipe=_replaced(trial.recipe, sources))
     return trial if seeds is None else replace(trial, seeds=seeds)
+
+
+def check_sources(tables: Sequence[Table], scale: str, names: Sequence[str]) -> None:
+    """Raise UserError for a name of a data set or checkpoint that no table has at this scale."""
+    trials = [trial for table in tables if table.trials is not None for trial in table.trials(scale)]
+    compared = [trial for trial in trials if isinstance(trial, Compare)]
+    for name in names:
+        if name == _COMMONSENSE and any(trial.tasks for trial in compared):
+            continue
+        if not any(_replaced(trial.recipe, {name: name + " "}) is not trial.recipe for trial in compared):
+            what = tables[0].name if len(tables) == 1 else "these tables"
+            raise UserError(f"--source {name}: {what} read nothing of that name at --scale {scale}; omit it")
 
 
 def _replaced(value: Any, sources: Mapping[str, str]) -> Any:

@@ -7,9 +7,10 @@ import pytest
 from cli_helpers import refused, succeed
 from nlr_lab.reproduce import SCALES, tables
 from nlr_lab.reproduce.measures import MEASURES
-from nlr_lab.reproduce.run import count_parts, parse_arms
+from nlr_lab.reproduce.run import check_sources, count_parts, parse_arms
 from nlr_lab.reproduce.table import Absent, Compare, slug
 from nlr_lab.training.recipe import Recipe
+from nonlinear_lowrank.errors import UserError
 
 TABLES = tables()
 ALL = list(TABLES.values())
@@ -121,6 +122,16 @@ def test_refusals(capsys):
     assert "did you mean 'noble/table1'" in refused(capsys, "reproduce", "noble/tabel1")
     assert "name a table" in refused(capsys, "reproduce")
     assert "NAME=PATH" in refused(capsys, "reproduce", "noble/table1", "--source", "cifar")
+    assert "read nothing of that name at --scale demo" in refused(
+        capsys, "reproduce", "noble/table1", "--source", "a=b"
+    )
+
+
+def test_sources_of_a_scale_are_known_by_name():
+    tables = [TABLES["noble/table1"], TABLES["sine/table2"]]
+    check_sources(tables, "paper", ["Skylion007/openwebtext", "commonsense", "meta-llama/Meta-Llama-3-8B"])
+    with pytest.raises(UserError, match="commonsense: noble/table1"):
+        check_sources(tables[:1], "paper", ["commonsense"])
 
 
 @pytest.mark.slow
