@@ -1,5 +1,6 @@
 """The C++ operators beside the Python that they stand for, and what is done without them."""
 
+import copy
 import os
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from nonlinear_lowrank import NobleConfig, NobleLinear
+from nonlinear_lowrank import NobleConfig, NobleLinear, augment, optimize_for_inference
 from nonlinear_lowrank.ops.kernels import use_kernels
 from nonlinear_lowrank.ops.native import native
 from nonlinear_lowrank.ops.sine import SineFactors, sine_delta, sine_layer
@@ -57,6 +58,38 @@ def test_agrees_with_pytorch_over_many_pieces():
         compare(case, case.dys())
 
 
+class _Attention(torch.nn.Module):
+    """Projections of one input; their widths are whole tiles of the decoding loops, and not."""
+
+    def __init__(self, bias):
+        super().__init__()
+        for name, width in (("q_proj", 64), ("k_proj", 150), ("v_proj", 70)):
+            setattr(self, name, torch.nn.Linear(40, width, bias=bias))
+
+    def forward(self, x):
+        return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+
+
+@pytest.mark.parametrize("tokens", [(), (0,), (1,), (3,), (2, 3), (4, 16), (5, 14)])  # to 4, and to 64, by other loops
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("bias", [False, True])
+def test_decoding_agrees_with_pytorch(bias, depth, tokens):
+    model = torch.nn.Sequential(_Attention(bias))
+    augment(model, NobleConfig(rank=18, depth=depth, up_scale=1.0), verbose=False)
+    for name, each in model.named_parameters():
+        if name.endswith(".bias"):
+            torch.nn.init.normal_(each)
+    exact = copy.deepcopy(model).double()
+    model, x = optimize_for_inference(model), torch.randn(*tokens, 40)
+    with torch.no_grad():
+        found = model(x)
+        with use_kernels(False):
+            plain = model(x)
+        truth = exact(x.double())
+    assert found.shape == plain.shape == (*tokens, 284)
+    assert (found - truth).norm() <= 2 * (plain - truth).norm() + 1e-6 * truth.norm()
+
+
 def test_rationals_do_not_depend_on_threads():
     case, threads = rational(batch=(700,), channels=120, groups=3, dtype=torch.float32), torch.get_num_threads()
     dys, found = case.dys(), []
@@ -102,7 +135,7 @@ def test_a_delta_has_the_same_bits_whatever_it_is_added_to():
 
 WITHOUT = """
 import torch
-from nonlinear_lowrank import NobleConfig, NobleLinear
+from nonlinear_lowrank import NobleConfig, NobleLinear, augment, optimize_for_inference
 from nonlinear_lowrank.ops.native import native
 assert native(torch.ones(1)) is None
 torch.manual_seed(0)
