@@ -1,4 +1,4 @@
-"""Checks of a family's model: its outputs, its branches, a training step, its row in docs/families.md."""
+"""Checks of a family's model: its outputs, its branches, a training step, its row in the record."""
 
 import json
 import os
@@ -140,7 +140,7 @@ def names_on_disk(folder: Path) -> set[str]:
     return names
 
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+RECORD = Path(__file__).resolve().parents[1] / "library" / "surgery" / "families.md"
 COLUMNS = (
     *("family", "class", "swapped", "skipped", "reached", "step", "save, load", "generates"),
     *("float8", "QAT", "bitsandbytes"),
@@ -163,17 +163,23 @@ def skipped(report: nlr.AugmentReport) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
 
 
-def check_cells(name: str, cells: Mapping[str, str]) -> None:
-    """Compare what was measured with the family's row in docs/families.md; with NLR_FAMILIES=write, write it there."""
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
+def record() -> tuple[list[str], dict[str, dict[str, str]]]:
+    """Return the record's lines before its rows, and its rows by family."""
+    lines = RECORD.read_text(encoding="utf-8").splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("|---")) + 1
     rows = {line.split("|")[1].strip(): dict(zip(COLUMNS, map(str.strip, line.split("|")[1:-1]), strict=True))
             for line in lines[start:] if line.startswith("|")}  # fmt: skip
+    return lines[:start], rows
+
+
+def check_cells(name: str, cells: Mapping[str, str]) -> None:
+    """Compare what was measured with the family's row in the record; with NLR_FAMILIES=write, write it there."""
+    head, rows = record()
     if os.environ.get("NLR_FAMILIES") != "write":
         found = {column: rows.get(name, {}).get(column) for column in cells}
-        assert found == cells, "run this test with NLR_FAMILIES=write, and look at the difference in docs/families.md"
+        assert found == cells, f"run this test with NLR_FAMILIES=write, and look at the difference in {RECORD.name}"
         return
     rows[name] = {**dict.fromkeys(COLUMNS, "-"), **rows.get(name, {}), **cells, "family": name}
     ordered = [rows[each] for each in FAMILIES if each in rows]
     table = ["| " + " | ".join(row[column] for column in COLUMNS) + " |" for row in ordered]
-    PAGE.write_text("\n".join([*lines[:start], *table, ""]), encoding="utf-8")
+    RECORD.write_text("\n".join([*head, *table, ""]), encoding="utf-8")

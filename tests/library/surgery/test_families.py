@@ -1,5 +1,8 @@
 """Every family of transformers: branches act and train; models are saved, loaded and generate (docs/families.md)."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -108,11 +111,30 @@ def test_models_without_linears_are_refused_by_name(name):
     checks.check_cells(name, {"class": type(model).__name__, "swapped": "0", "skipped": f"refused: {refused.value}"})
 
 
-def test_the_page_has_every_family():
+def test_the_record_has_every_family():
     for name, family in FAMILIES.items():
         checks.check_cells(name, {"family": name})
         assert family.kind in ("causal", "masked", "seq2seq", "vision", "audio")
     assert len(FAMILIES) >= 45
+
+
+def test_the_page_says_of_every_family_what_the_record_does():
+    """Families of which only heads are left out stand in lines by kind, with the range of what is reached."""
+    _, rows = checks.record()
+    shares = {name: row["reached"].removesuffix(" %") for name, row in rows.items()}
+    expected = []
+    for name, row in rows.items():
+        if left := re.sub(r"(, )?\d+ output head$", "", row["skipped"]):
+            expected.append([name, shares[name], left])
+    partly = [cells[0] for cells in expected]
+    for kind in ("causal", "masked", "seq2seq", "vision", "audio"):
+        whole = [name for name in rows if FAMILIES[name].kind == kind and name not in partly]
+        reached = [int(shares[name]) for name in whole]
+        expected.append([f"{min(reached)} to {max(reached)}", ", ".join(whole)])
+    page = (Path(__file__).parents[3] / "docs" / "families.md").read_text(encoding="utf-8")
+    lines = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    found = [cells if cells[0] in rows else cells[1:] for cells in lines if cells[1] != "reached"]
+    assert sorted(found) == sorted(expected)
 
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128}  # a 4-bit block is 64 numbers long
