@@ -1,7 +1,10 @@
 """`nlr convert`, `nlr merge` and `nlr verify`: from one checkpoint to another, and whether it is whole."""
 
-import argparse
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from importlib.metadata import entry_points
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +13,7 @@ from tyro.conf import FlagCreatePairsOff, Positional
 from nonlinear_lowrank.errors import UserError
 
 from .checkpoint import find_base, find_model
-from .options import parse
+from .options import parse, take_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,18 +59,14 @@ class VerifyOptions:
     """A checkpoint, a run or comparison folder, a model or adapter, or one .safetensors or .json file."""
 
 
+KEEPING = {"noble": "noble/config.py", "nonlinear-query": "query/config.py", "rational": ""}
+"""Methods that keep a checkpoint's weights, and the file of its settings where that needs no torch."""
+
+
 def run_convert(arguments: list[str]) -> None:
     """Convert and print by how much the logits moved."""
-    from nonlinear_lowrank.methods.base import all_methods
-
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--method", nargs="?")
-    name = parser.parse_known_args(arguments)[0].method or "noble"  # the other options depend on it
-    loses = {each for each, method in all_methods().items() if method.replaces_weights and not method.keeps_weights_by}
-    able = [each for each, method in all_methods().items() if not (method.wraps or each in loses)]
-    if name not in able:
-        raise UserError(f"--method must be one of {', '.join(able)}, which keep the weights, got {name!r}")
-    config_class: Any = all_methods()[name].config_class
+    name = take_option("--method", arguments)[0] or "noble"  # the other options depend on it
+    able, config_class = _find_method(name)
 
     @dataclass(frozen=True, kw_only=True)
     class Options(ConvertOptions, config_class):  # type: ignore[misc]
@@ -83,7 +82,9 @@ def run_convert(arguments: list[str]) -> None:
     folder = find_model(options.input)
 
     from nonlinear_lowrank.hub import convert
+    from nonlinear_lowrank.methods.base import all_methods
 
+    config_class = all_methods()[name].config_class
     report = convert(
         folder,
         Path(options.output),
@@ -95,6 +96,36 @@ def run_convert(arguments: list[str]) -> None:
         overwrite=options.overwrite,
     )
     print(report)
+
+
+def _find_method(name: str) -> tuple[Sequence[str], Any]:
+    """Return the names of the methods that keep the weights, and the class that has the settings of one.
+
+    torch takes seconds to import, and every method's package imports it; so the settings are read from their file
+    alone, where they have one, and other distributions' methods are asked for only where there are any.
+    """
+    able: Sequence[str] = [*KEEPING]
+    if entry_points(group="nonlinear_lowrank.methods"):
+        from nonlinear_lowrank.methods.base import all_methods
+
+        able = [each for each, method in all_methods().items() if keeps_weights(method)]
+    if name not in able:
+        raise UserError(f"--method must be one of {', '.join(able)}, which keep the weights, got {name!r}")
+    if file := KEEPING.get(name):
+        place = Path(find_spec("nonlinear_lowrank.methods").origin).parent / file  # type: ignore[union-attr, arg-type]
+        spec: Any = spec_from_file_location(f"nlr_settings_of_{place.parent.name}", place)
+        module = sys.modules[spec.name] = module_from_spec(spec)  # where a class's documentation is looked for
+        spec.loader.exec_module(module)
+        return able, next(each for each in vars(module).values() if getattr(each, "method", None) == name)
+
+    from nonlinear_lowrank.methods.base import all_methods
+
+    return able, all_methods()[name].config_class
+
+
+def keeps_weights(method: Any) -> bool:
+    """Return whether a checkpoint's weights stay when the method is put into it."""
+    return not method.wraps and (not method.replaces_weights or bool(method.keeps_weights_by))
 
 
 def run_merge(arguments: list[str]) -> None:

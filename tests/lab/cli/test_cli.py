@@ -5,19 +5,20 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
 from cli_helpers import python_prints, run, run_python, succeed
-from nlr_lab.cli import COMMANDS
+from nlr_lab.cli import COMMANDS, convert
 from nlr_lab.cli import main as cli
 from nlr_lab.cli.bench import BENCHES
 from nlr_lab.cli.options import parse
 from nlr_lab.recipes import RECIPES
 from nonlinear_lowrank import UserError
+from nonlinear_lowrank.methods.base import all_methods
 from refusals import assert_refused
 
 
@@ -78,13 +79,22 @@ def test_help_and_refusals_need_no_torch():
     script += "    assert main(command.split()) == (0 if command.endswith('--help') else 2), command\n"
     script += "    assert 'torch' not in sys.modules, command"
     demos = {name: entry.command for name, entry in RECIPES.items() if "demo" in name or name.startswith("instruct")}
-    commands = [f"bench {name}" for name in BENCHES]
+    commands = [*COMMANDS, "convert --method nonlinear-query", *(f"bench {name}" for name in BENCHES)]
     commands += [f"{command} {name}" for name, kind in demos.items() for command in (kind, "compare")]
-    refusals = [f"{command} --lrr 1" for command in (*commands, "generate x", "evaluate x", "inspect x", "merge a b")]
+    refusals = [f"{command} --lrr 1" for command in (*commands, "generate x", "evaluate x", "merge a b")]
+    refusals += ["convert a b", "convert a b --method lora"]
     refusals += ["trian", "llm-demo", "train llm-dem", "plan llm-dem", "plan llm-demo --hardware h1", "plan 1b --gpu 3"]
     out = python_prints(script, *(f"{command} --help" for command in commands), *refusals)
     assert out.count("--picture") == len(BENCHES)
     assert out.count("--train.steps") >= 2 * len(demos)
+
+
+def test_convert_knows_the_methods_that_keep_weights():
+    keeping = {name: method for name, method in all_methods().items() if convert.keeps_weights(method)}
+    assert list(convert.KEEPING) == sorted(keeping)
+    for name, method in keeping.items():
+        ours, theirs = (fields(each) for each in (convert._find_method(name)[1], method.config_class))
+        assert [(each.name, each.default) for each in ours] == [(each.name, each.default) for each in theirs]
 
 
 def test_a_bug_names_a_file_with_the_traceback(capsys, monkeypatch):
