@@ -1,8 +1,8 @@
 """NOBLE's layer computed in other ways, beside which ours is measured: the same parameters, initial values and groups.
 
 `noble-formula` is `noble_linear_reference` through autograd. `noble-official` is the layer of the authors' release as
-docs/noble.md and `methods.noble.checkpoint` describe it, less its biases: it is written like this there, product by
-product, and autograd saves what it will. `noble-visible` is the plain formula with its bottleneck recomputed in
+`NobleConfig.official` and `methods.noble.checkpoint` describe it, less its biases: it is written like this there,
+product by product, and autograd saves what it will. `noble-visible` is the plain formula with its bottleneck recomputed in
 backward by `torch.utils.checkpoint`: it saves what our operator saves, and the compiler sees and fuses all of it.
 """
 
