@@ -2,8 +2,8 @@
 
 `noble-formula` is `noble_linear_reference` through autograd. `noble-official` is the layer of the authors' release as
 `NobleConfig.official` and `methods.noble.checkpoint` describe it, less its biases: it is written like this there,
-product by product, and autograd saves what it will. `noble-visible` is the plain formula with its bottleneck recomputed in
-backward by `torch.utils.checkpoint`: it saves what our operator saves, and the compiler sees and fuses all of it.
+product by product, and autograd saves what it will. `noble-visible` is the plain formula with its bottleneck recomputed
+in backward by `torch.utils.checkpoint`: it saves what our operator saves, and the compiler sees and fuses all of it.
 """
 
 from collections.abc import Callable
