@@ -1,4 +1,4 @@
-"""A class-conditional language model of image tokens, as a Hugging Face model of its own type (docs/image-tokens.md).
+"""A class-conditional language model of image tokens, as a Hugging Face model of its own type (docs/models.md).
 
 GLM with a class token in front of the codes and rotary positions on the grid (noble.txt, section 4.2.2: "2D RoPE").
 `generate` needs nothing of its own: the position p in the sequence gives the place in the grid, 0 for the class token
