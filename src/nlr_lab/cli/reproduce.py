@@ -31,7 +31,7 @@ class ReproduceOptions:
     """Seeds of every comparison; default: the scale's."""
     source: tuple[str, ...] = ()
     """NAME=PATH: a file or folder in the place of a data set or checkpoint of that name, as in
-    uoft-cs/cifar10=cifar10.npz. commonsense=FOLDER holds the tests' rows."""
+    uoft-cs/cifar10=cifar10.npz. commonsense=FOLDER and mmlu=FOLDER hold the tests' rows."""
     list: FlagCreatePairsOff[bool] = False
     """List the tables: what they measure, what each scale takes, and what has been run in --out."""
 

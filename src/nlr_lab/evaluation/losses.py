@@ -156,11 +156,14 @@ def score_saved(
     if split is not None:
         task = task.on_split(split)
     prepared = task.prepare()
-    if adapter:
-        model = put_adapter(task.build_model(prepared), folder, base=task.model.checkpoint)
-    else:
-        model = load_model(folder)
-    return score_held_out(model.to(device), prepared, batch_size=batch_size)
+    return score_held_out(open_saved(task, prepared, folder).to(device), prepared, batch_size=batch_size)
+
+
+def open_saved(task: Any, prepared: Any, folder: Path) -> Any:
+    """Load a saved model, or an adapter onto the pretrained model of the task, a recipe's, that it was made for."""
+    if is_adapter(folder):
+        return put_adapter(task.build_model(prepared), folder, base=task.model.checkpoint)
+    return load_model(folder)
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
-"""The tables and figures of the references but nora.txt, run again: published numbers beside ours, at three scales.
+"""The tables and figures of the references, run again: published numbers beside ours, at three scales.
 
-`published/*.json` has what is printed; `noble`, `query` and `sine` say what is run for it; `run` runs it.
+`published/*.json` has what is printed; `noble`, `query`, `sine` and `nora` say what is run for it; `run` runs it.
 """
 
 from .table import SCALES, find_tables, tables

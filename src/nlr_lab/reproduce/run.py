@@ -6,7 +6,7 @@ table's runs have a folder of their own for table.json and table.md alone. The s
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from .table import SCALES, Absent, Cells, Compare, Measure, Table, slug
 
 RECORD, PAGE = "table.json", "table.md"
 _EVALUATED = "evaluated.json"  # beside a run's result: its scores by task
-_COMMONSENSE = "commonsense"  # source of the tests that are asked of every trained model
+_COMMONSENSE, _MMLU = "commonsense", "mmlu"  # sources of the tests that are asked of every trained model
 
 
 def run_table(
@@ -53,7 +53,7 @@ def run_table(
     parts: list[dict[str, Any]] = []
     for trial in table.trials(scale):
         if isinstance(trial, Compare):
-            if not trial.arms.keys() & table.rows.keys() and trial.after is None:
+            if table.home != table.name and not trial.arms.keys() & table.rows.keys() and trial.after is None:
                 continue  # of another part than the figure shows
             trial = _with_sources(trial, sources or {}, seeds)
         if isinstance(trial, Compare):
@@ -137,27 +137,35 @@ def count_parts(trial: Compare) -> dict[str, dict[str, int]]:
     return found
 
 
+def model_folder(folder: Path, arm: str, run: Mapping[str, Any]) -> Path:
+    """Return where a run of a comparison in `folder` saved its model."""
+    return folder / "runs" / arm / f"lr-{run['lr']:.6g}" / f"seed-{run['seed']}" / "model"
+
+
 def _evaluate(trial: Compare, folder: Path, arm: Any, sources: Mapping[str, str]) -> dict[str, Any]:
     """Score every trained model of an arm on the trial's tasks; what is scored already is read."""
     from .measures import over_seeds
 
     scores: dict[str, list[float | None]] = {column: [] for column in trial.tasks}
     for run in arm.runs:
-        place = folder / "runs" / arm.own["name"] / f"lr-{run['lr']:.6g}" / f"seed-{run['seed']}"
-        known = read_json(place / _EVALUATED) if (place / _EVALUATED).is_file() else {}
+        model = model_folder(folder, arm.own["name"], run)
+        file = model.parent / _EVALUATED
+        known = read_json(file) if file.is_file() else {}
         if missing := [task for task in trial.tasks.values() if task not in known]:
-            known |= score_model(trial.recipe.task, place / "model", missing, sources)
-            write_json(place / _EVALUATED, known)
+            known |= score_model(trial.recipe.task, model, missing, sources, trial.shots)
+            write_json(file, known)
         for column, task in trial.tasks.items():
             scores[column].append(known.get(task))
     return {column: over_seeds(values, "not scored") for column, values in scores.items()}
 
 
-def score_model(task: Any, folder: Path, names: Sequence[str], sources: Mapping[str, str]) -> dict[str, float]:
-    """Return the percent of right answers of a saved causal model on tasks of lm-eval.
+def score_model(
+    task: Any, folder: Path, names: Sequence[str], sources: Mapping[str, str], shots: int | None = None
+) -> dict[str, float]:
+    """Return the percent of right answers of a saved causal model on tasks of lm-eval, all of MMLU or none.
 
     Where `sources` has "commonsense", the rows of that folder are asked instead, and answered in generated text, as the
-    papers' evaluation does it.
+    papers' evaluation does it; where it has "mmlu", that folder's rows of MMLU.
     """
     from nlr_lab.evaluation.harness import score_answers, score_tasks
     from nlr_lab.evaluation.local_tasks import find_local_tasks
@@ -167,12 +175,22 @@ def score_model(task: Any, folder: Path, names: Sequence[str], sources: Mapping[
     model = load_causal_adapter(folder, base=task.model.where()) if is_adapter(folder) else load_model(folder)
     model, tokenizer = model.to(choose_device("")), load_tokenizer(folder)
     asked = {name: name for name in names}
-    if _COMMONSENSE in sources:
+    kind = _kind(names)
+    if kind in sources and kind == _MMLU:
+        asked = {name: name.replace(_MMLU, f"{_MMLU}_local", 1) for name in names}
+        local = find_local_tasks([*asked.values()], sources[kind], shots=shots)
+        scored = score_tasks(model, tokenizer, local=local)
+    elif kind in sources:
         asked = {name: f"{name.replace('social_iqa', 'siqa')}_local" for name in names}
-        scored = score_answers(model, tokenizer, find_local_tasks([*asked.values()], sources[_COMMONSENSE]))
+        scored = score_answers(model, tokenizer, find_local_tasks([*asked.values()], sources[kind]))
     else:
-        scored = score_tasks(model, tokenizer, [*names])
+        scored = score_tasks(model, tokenizer, [*names], shots=shots)
     return {name: 100 * _accuracy(scored[own]) for name, own in asked.items()}
+
+
+def _kind(names: Iterable[str]) -> str:
+    """Return the source whose rows stand in for tasks of these names."""
+    return _MMLU if all(name.startswith(_MMLU) for name in names) else _COMMONSENSE
 
 
 def _accuracy(metrics: Mapping[str, Any]) -> float:
@@ -189,7 +207,7 @@ def check_sources(tables: Sequence[Table], scale: str, names: Sequence[str]) -> 
     trials = [trial for table in tables if table.trials is not None for trial in table.trials(scale)]
     compared = [trial for trial in trials if isinstance(trial, Compare)]
     for name in names:
-        if name == _COMMONSENSE and any(trial.tasks for trial in compared):
+        if any(trial.tasks and name == _kind(trial.tasks.values()) for trial in compared):
             continue
         if not any(_replaced(trial.recipe, {name: name + " "}) is not trial.recipe for trial in compared):
             what = tables[0].name if len(tables) == 1 else "these tables"

@@ -16,7 +16,7 @@ GLUE = {"CoLA": "cola", "MRPC": "mrpc", "STS-B": "stsb", "SST-2": "sst2", "RTE":
 GLUE |= {"QNLI": "qnli", "MNLI": "mnli", "QQP": "qqp"}
 TESTS = {"BoolQ": "boolq", "PIQA": "piqa", "SIQA": "social_iqa", "HS": "hellaswag", "WG": "winogrande"}
 TESTS |= {"ARC-e": "arc_easy", "ARC-c": "arc_challenge", "OBQA": "openbookqa"}
-_ELSEWHERE = "not embedded: see the last column, or --scale small with --source"
+ELSEWHERE = "not embedded: see the last column, or --scale small with --source"
 
 
 def glue_recipe(task: str, checkpoint: str) -> Any:
@@ -42,7 +42,7 @@ def glue_trials(scale: str, arms: Mapping[str, str], tasks: Mapping[str, str], c
         column = "embedded acceptability"
         return [
             Compare(part="demo", recipe=own, arms=arms, column=column, **known),
-            Absent(columns=(*tasks, "avg"), why=_ELSEWHERE),
+            Absent(columns=(*tasks, "avg"), why=ELSEWHERE),
         ]
     names = {column: glue_recipe(task, "minilm" if scale == "small" else checkpoint) for column, task in tasks.items()}
     return [Compare(part=slug(column), recipe=own, arms=arms, column=column, **known) for column, own in names.items()]
@@ -79,7 +79,7 @@ def _reasoning(label: str, omegas: Mapping[int, int], dropout: str, lr: str, sca
     known = shared(scale, timed=False) | {"tune_lr": ()}
     if scale == "demo":
         own = Compare(part="tuned", recipe=commonsense(scale), arms=arms, column="answer loss", **known)
-        return [own, Absent(columns=(*TESTS, "avg"), why=_ELSEWHERE)]
+        return [own, Absent(columns=(*TESTS, "avg"), why=ELSEWHERE)]
     return [Compare(part="tuned", recipe=commonsense(scale), arms=arms, tasks=TESTS, **known)]
 
 
@@ -257,7 +257,7 @@ def _fields(scale: str, recipes: Mapping[str, Any], arms: Mapping[str, str], col
     trials: list[Trial] = [
         Compare(part=slug(column), recipe=own, arms=arms, column=column, **known) for column, own in recipes.items()
     ]
-    return [*trials, Absent(columns=(*columns, "avg"), why=_ELSEWHERE)] if scale == "demo" else trials
+    return [*trials, Absent(columns=(*columns, "avg"), why=ELSEWHERE)] if scale == "demo" else trials
 
 
 def _scenes(scale: str) -> dict[str, Any]:

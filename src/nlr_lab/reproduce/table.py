@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from nonlinear_lowrank.errors import UserError
 
 SCALES = ("demo", "small", "paper")
-REFERENCES = ("noble", "notes", "query", "sine")
-_MODULES = ("noble", "query", "sine")
+REFERENCES = ("noble", "notes", "query", "sine", "nora")
+_MODULES = ("noble", "query", "sine", "nora")
 
 _T = TypeVar("_T")
 Cells = dict[str, dict[str, dict[str, Any]]]
@@ -45,6 +45,8 @@ class Compare:
     """Interleaved steps of each arm, for step times."""
     tasks: Mapping[str, str] = field(default_factory=dict)
     """Column -> task of `nlr evaluate` that every trained model is scored on."""
+    shots: int | None = None
+    """Examples before each question of them; None: as the task has it."""
     after: Callable[[Any, Any, Path], Cells] | None = None
     """Called with the comparison, this trial and the table's folder: more cells, and pictures."""
 
@@ -98,13 +100,15 @@ class Table:
     """Scale -> time and hardware."""
 
 
-def runs(*names: str, takes: tuple[str, str, str]) -> Callable[[Callable[[str], list[Trial]]], Any]:
-    """Register a function scale -> trials for a table, and for the figures that are drawn from the same runs."""
+def runs(*names: str, takes: tuple[str, str, str], home: str = "") -> Callable[[Callable[[str], list[Trial]]], Any]:
+    """Register a function scale -> trials for a table, and for the figures that are drawn from the same runs, which are
+    in the folder of `home`, by default the first."""
 
     def register(function: Callable[[str], list[Trial]]) -> Callable[[str], list[Trial]]:
         for name in names:
             assert name not in _REGISTERED, f"{name} is registered twice"
-            _REGISTERED[name] = {"home": names[0], "trials": function, "takes": dict(zip(SCALES, takes, strict=True))}
+            _REGISTERED[name] = {"home": home or names[0], "trials": function}
+            _REGISTERED[name]["takes"] = dict(zip(SCALES, takes, strict=True))
         return function
 
     return register

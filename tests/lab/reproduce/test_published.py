@@ -52,6 +52,16 @@ def test_notes_and_queries(facts):
     assert rows_of("query/results") == [row[1:] for row in fact["rows"]]
 
 
+def test_nora(facts):
+    assert rows_of("nora/table1") == [row[1:] for row in facts["nora_table1_vit_tiny_cifar"]["rows"]]
+    averages = [average for _, *both in facts["nora_table2_mmlu_llama3_8b_avg"]["rows"] for average in both]
+    assert [average for (average,) in column("nora/table2", "avg")] == averages
+    for name, fact in (("table3", "table3_learnable_activations"), ("table4", "table4_tuning_strategies")):
+        assert rows_of(f"nora/{name}") == [[score] for score in facts[f"nora_{fact}_cifar100"].values()]
+    assert rows_of("nora/table5") == [row[2:] for row in facts["nora_table5_selective_perturbation"]["rows"]]
+    assert rows_of("nora/table6") == [row[1:] for row in facts["nora_table6_cost_vit_tiny"]["rows"]]
+
+
 def test_sine(facts):
     assert rows_of("sine/table1") == [row[2:] for row in facts["sine_table1_glue_deberta_v3_base_qv"]["rows"]]
     rates = facts["sine_table1_glue_deberta_v3_base_qv"]["lr_epochs_as_printed_unlabelled"]
