@@ -1,4 +1,4 @@
-"""Meshes out of files, checked and turned outwards (docs/occupancy.md): what bounds no volume has no inside."""
+"""Meshes out of files, checked and turned outwards (docs/fields.md): what bounds no volume has no inside."""
 
 import io
 import math

@@ -13,7 +13,7 @@ Init table, for linears of n inputs; `FieldMethod.init` sets a (sqrt(5) or 0):
 
 With activation "siren" and dense linears that is SIREN's own (Sitzmann et al. 2020, section 3.2).
 
-The radiance field is the one whose parameter counts the paper prints (docs/nerf.md). Every linear has a bias, and is
+The radiance field is the one whose parameter counts the paper prints (docs/fields.md). Every linear has a bias, and is
 factored only where it gets smaller.
 """
 

@@ -4,7 +4,8 @@ The mesh's tight box is the cube: each of its axes runs from -1 to 1 (sine_lowra
 al., 2023). A lattice of n^3 points has them at the middles of n^3 equal cells, at (2 i + 1) / n - 1.
 
 A point is inside where a ray from below it has crossed the surface an odd number of times. Rays run along z, one for
-all n points of a column, n columns by n in slabs; docs/occupancy.md says how they are kept off edges.
+all n points of a column, n columns by n in slabs, moved by `_NUDGE` off edges and cast again where the hits are odd
+in number.
 """
 
 from dataclasses import dataclass

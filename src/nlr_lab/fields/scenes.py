@@ -1,4 +1,4 @@
-"""Pictures of a scene with their cameras, out of the two usual kinds of folders or one .npz file (docs/nerf.md).
+"""Pictures of a scene with their cameras, out of the two usual kinds of folders or one .npz file (docs/fields.md).
 
 LLFF: pictures taken by hand from one side. A row of `poses_bounds.npy` is 3 x 5 `[R | t | (height, width, focal
 length)]`, R's columns down, right and backwards, then the nearest and the farthest depth of the view. The world is

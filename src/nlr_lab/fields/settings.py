@@ -127,7 +127,7 @@ class NerfSettings:
     """A scene, how its rays are sampled, and the network."""
 
     source: str = "demo"
-    """"demo", three balls in formulas; or a folder or .npz file (docs/nerf.md lists the forms)."""
+    """"demo", three balls in formulas; or a folder or .npz file (docs/fields.md lists the forms)."""
     downscale: int = 1
     """Factor by which pictures get smaller, by side."""
     held_out: tuple[int, ...] | None = None

@@ -1,5 +1,5 @@
 """Neural fields (coordinate networks): images (not in the papers; after sine_lowrank.txt, section 4.4), radiance fields
-(section 4.3 and appendix A.2.4; docs/nerf.md), and shapes, which points a closed mesh has inside (4.4 and A.2.5).
+(section 4.3 and appendix A.2.4; docs/fields.md), and shapes, which points a closed mesh has inside (4.4 and A.2.5).
 Each is compared dense, low-rank and sine low-rank at the same ranks, both Kaiming inits tried for every arm, so that
 a rate-distortion curve of each kind comes out.
 """
