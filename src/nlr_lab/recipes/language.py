@@ -43,7 +43,7 @@ def glm(layers: int, width: int, heads: int, hidden: int, kind: Any = GlmBackbon
 def llm_demo() -> Recipe:
     """A language model small enough for two CPU cores, on the running Python's own library sources.
 
-    Command: `nlr compare llm-demo --max-minutes 9` (what `make demo` runs), or `nlr train llm-demo`.
+    Command: `nlr compare llm-demo --max-minutes 9`, or `nlr train llm-demo`; `make demo` has a smaller one.
     Hardware: 2 CPU cores, 2 GB of memory, no network.
     Time: about half a minute for an arm; where a seed of all would not end within --max-minutes, all are shortened.
     Expect: an evaluation loss near 5 nats a token (2.6 bits a byte) in every arm. 300 steps are far too few to flatten
