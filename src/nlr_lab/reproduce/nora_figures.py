@@ -49,7 +49,7 @@ def adaptability(name: str, comparison: Any, trial: Any, home: Path) -> Cells:
     plain, found = outputs(before), Cells()
     for row, model in _models(comparison, trial):
         distances = [ks_2samp(*pair).statistic for pair in zip(plain, outputs(model), strict=True)]
-        found[row] = {"adaptability": cell(float(sum(distances)) / len(sites))}
+        found[row] = {"adaptability": cell(float(sum(distances)) / len(sites), n=1)}
     return found
 
 
@@ -69,7 +69,7 @@ def features(name: str, comparison: Any, trial: Any, home: Path) -> Cells:
         inputs = _outputs(model, ["classifier"], batch, before=True)["classifier"].numpy()
         tsne = TSNE(perplexity=min(30, len(places) // 4), init="pca", random_state=0)
         planes[row] = plane = tsne.fit_transform(inputs)
-        found[row] = {"silhouette": cell(float(silhouette_score(plane, labels[places])))}
+        found[row] = {"silhouette": cell(float(silhouette_score(plane, labels[places])), n=1)}
     figure = Figure(figsize=(4 * len(planes), 4), layout="constrained")
     for axes, (row, plane) in zip(np.ravel(figure.subplots(1, len(planes))), planes.items(), strict=True):
         axes.scatter(*plane.T, c=labels[places], cmap="tab10", s=8)
@@ -90,7 +90,7 @@ def class_maps(name: str, comparison: Any, trial: Any, home: Path) -> Cells:
     for row, own in maps.items():
         edge = own.shape[-1] // 4
         shares = own[:, edge:-edge, edge:-edge].sum((1, 2)) / own.sum((1, 2))
-        found[row] = {"cam_middle_share": cell(float(shares[own.sum((1, 2)) > 0].mean()))}
+        found[row] = {"cam_middle_share": cell(float(shares[own.sum((1, 2)) > 0].mean()), n=1)}
     figure = Figure(figsize=(1.5 * _MAPS, 1.5 * (1 + len(maps))), layout="constrained")
     pixels = batch["pixel_values"]
     pictures = (pixels - pixels.amin((1, 2, 3), True)) / (pixels.amax((1, 2, 3), True) - pixels.amin((1, 2, 3), True))
