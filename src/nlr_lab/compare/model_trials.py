@@ -223,7 +223,7 @@ class ModelTrials(Trials):
         notes = [_match_note(self.recipe, arm, found) for arm in arms if "match" in _own(arm)] + found.notes
         if not self.measure.is_loss and self.prepared.test is None:
             notes.append("Learning rates and best steps were chosen on the scored examples themselves.")
-        paces = self._paces(found.times, limit.passed - begun) if found.times and limit.seconds is not None else {}
+        paces = self._paces(found.times, limit.passed - begun) if found.times else {}
         return replace(found, times=found.times if rounds else None, paces=paces, notes=notes)
 
     def _paces(self, times: Mapping[str, Sequence[float]], passed: float) -> dict[str, tuple[float, float]]:

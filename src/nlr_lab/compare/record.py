@@ -2,6 +2,7 @@
 
     out/compare.json     the settings that every run in this folder shares, its arms, and the versions they ran under
     out/timing.json      seconds of the interleaved steps
+    out/log.jsonl        runs that are left, and how long they take
     out/runs/<arm>/[steps-<n>/][<init>/]lr-<lr>/seed-<k>/      one run each, with its result.json
     out/results.json     the record      out/report.md and pictures   made from it
 
@@ -22,6 +23,7 @@ from typing import Any
 
 from nlr_lab.bench.timing import paired_ratio
 from nlr_lab.runtime.environment import machine, versions
+from nlr_lab.runtime.log import LOG
 from nlr_lab.runtime.storage import disk_errors, holds_former, opened, read_json, write_json
 from nlr_lab.tasks.task import LOSS, Measure
 from nonlinear_lowrank.errors import UserError
@@ -48,7 +50,7 @@ class Folder:
         self.path, self.marker = path, path / MARKER
         self.now: dict[str, Any] = clean({"settings": settings, "arms": arms})
         # The marker goes last: while it is there, the folder can still be continued or overwritten.
-        self._ours = (TIMING, RESULTS, REPORT, *pictures, "runs", MARKER)
+        self._ours = (TIMING, LOG, RESULTS, REPORT, *pictures, "runs", MARKER)
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
         """Raise UserError for a folder that cannot be resumed from or replaced; change nothing.

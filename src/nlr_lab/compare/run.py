@@ -3,7 +3,7 @@
 Order of work: prepare the data once; build every arm (a bad arm fails here, before anything is written);
 time interleaved steps, and shorten all runs where the time limit asks for it; tune each arm on a
 seed of its own; then run seed by seed, every arm within a seed, so that stopping after any seed leaves all arms
-with the same n. After each seed the record, the pictures and the report are written anew.
+with the same n. After each seed, and at Ctrl-C in one, the record, the pictures and the report are written anew.
 """
 
 import contextlib
@@ -19,7 +19,9 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from nlr_lab.runtime.environment import OutOfTimeError, cpu_threads, duration
+from nlr_lab.runtime.log import append_entry
 from nlr_lab.runtime.processes import FreeThreads, on_rank_0, rank
+from nlr_lab.runtime.signals import StoppedBySignal
 from nlr_lab.runtime.storage import read_json, write_text
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.validation import check_integer
@@ -222,6 +224,10 @@ class _Session:
                     return self.run(fewer)
                 self.notes.append(f"Stopped for time in seed {seed}: {error}.")
                 break
+            except StoppedBySignal as error:
+                self.notes.append(f"In seed {seed} {error}; go on with --resume.")
+                self._report()
+                raise
             if missing and index + 1 < len(self.plan.seeds):
                 self._report()
         return self._report()
@@ -372,7 +378,7 @@ class _Session:
             return found
         path = self._path(arm, choice, seed)
         resume = on_rank_0(lambda: begun(path))
-        left = 0.0 if self.console.quiet else self._expected_seconds(self._missing(self.steps, self.plan.seeds))
+        left = self._log()
         words = f"; {'about' if left <= self.limit.left else 'at most'} " if left else ""
         words += f"{duration(max(0.0, min(left, self.limit.left)))} to go" if left else ""
         self.console.print(f"[bold]{arm.name}[/] {choice}, {place}{', resumed' if resume else ''}{words}")
@@ -388,6 +394,16 @@ class _Session:
         self.console.print(f"    {score} after {found.steps} steps ({found.seconds:.0f} s)")
         return found
 
+    def _log(self) -> float:
+        """Return how long all runs that are missing take, 0 where nothing is known yet; write it to the log."""
+        missing = on_rank_0(lambda: self._missing(self.steps, self.plan.seeds))
+        seconds = self._expected_seconds(missing)
+        if rank() == 0:
+            to_go = max(0.0, min(seconds, self.limit.left))
+            tuning_seed = self.plan.tuning_seed
+            append_entry(self.folder.path, left=len(missing), to_go=round(to_go, 1), tuning_seed=tuning_seed)
+        return seconds
+
     def _run_ahead(self, wanted: Sequence[tuple[Any, Choice, int]]) -> None:
         """Run (arm, choice, seed) that are missing side by side, where there are workers; `_get` finds them."""
         if self.workers is None:
@@ -396,6 +412,7 @@ class _Session:
 
         missing = [each for each in dict.fromkeys(wanted) if self._find(*each) is None]
         runs = [(*each, self._path(*each)) for each in missing]
+        self._log()
         run_side_by_side(self.trials, runs, self.workers, self.limit, self.console)
         for each in missing:
             self._ended(*each)
@@ -478,6 +495,7 @@ class _Session:
             threads=trials.recipe.train.threads,
         )
         results = trials.add_to(results)
+        self._log()
         if rank() == 0:
             write_text(path / RESULTS, record_text(results))
             folders = {arm.name: self._path(arm, choice, plan.seeds[0]) for arm, choice in self._going()}

@@ -32,6 +32,7 @@ from nlr_lab.runtime.environment import (
     provenance,
     told_of_memory,
 )
+from nlr_lab.runtime.log import LOG, append_entry
 from nlr_lab.runtime.storage import (
     disk_errors,
     flatten,
@@ -56,7 +57,7 @@ OF_PICTURES = ("frames", "frame_downscale", "picture_height", "azimuth", "elevat
 """Settings of a problem that change its pictures and meshes and no number."""
 
 # SETTINGS last: while it is there, the folder can still be resumed or overwritten.
-_OURS = (RESULT, "model", "pictures", "checkpoints", SETTINGS)
+_OURS = (RESULT, LOG, "model", "pictures", "checkpoints", SETTINGS)
 # Settings that a resumed fit may have otherwise: they change no number, or only by rounding; where the data lie.
 _FREE = {
     *("train.save_every", "train.keep_checkpoints", "train.threads", "train.device", "problem.name", "problem.source"),
@@ -247,6 +248,7 @@ class _Run(Stepper):
         """Take the steps that are left, write the model, and return the result."""
         config, steps = self.config, self.config.steps
         first, begun, hidden = self.step, time.monotonic(), quiet or not sys.stderr.isatty()
+        append_entry(self.path, step=first, of=steps)
         with tqdm(total=steps, initial=first, desc=self.problem.name, disable=hidden, leave=False) as bar:
             while self.step < steps:
                 self.losses += self.take(self.step)
@@ -304,6 +306,7 @@ class _Run(Stepper):
             self._check_finite(f"the {self.problem.score}", torch.tensor(score))
         entry = {"loss": float(self.losses) / self.summed, **metrics}
         self.curve.append({"step": self.step, **entry})
+        append_entry(self.path, **self.curve[-1])
         self.losses.zero_()
         self.summed = 0
         return "  ".join(f"{name} {value:.4g}" for name, value in entry.items())

@@ -1,7 +1,8 @@
-"""Progress of a run on stderr: losses, steps and tokens per second, model FLOPs utilization, time to go."""
+"""Progress of a run: on stderr losses, steps and tokens per second, MFU and time to go; in its folder a log."""
 
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +12,12 @@ from transformers import TrainerCallback
 from nlr_lab.plan.estimate import training_flops
 from nlr_lab.plan.presets import device_rate
 from nlr_lab.runtime.environment import duration
+from nlr_lab.runtime.log import append_entry
 
 from .recipe import Recipe
 
 _SILENT = 20.0  # seconds after which a line is due, also without an evaluation
+_LOGGED, _SCORES = ("loss", "grad_norm", "learning_rate"), ("eval_", "test_", "plain_")
 _LABELS = {"eval_loss": "eval", "eval_bits_per_byte": "bits/byte", "plain_loss": "plain train"}
 
 
@@ -74,6 +77,27 @@ class ProgressLines(TrainerCallback):
         left = state.max_steps - state.global_step
         to_go = f"  {duration(left / whole)} to go" if left and whole else ""
         tqdm.write(f"{self.title}  step {state.global_step}/{state.max_steps}{words}{to_go}", file=sys.stderr)
+
+
+class RunLog(TrainerCallback):
+    """Write what is logged to the run's own log, with the steps in all where it begins or resumes.
+
+    Args:
+        folder: the run's.
+        tokens: of a step; 0: not known.
+    """
+
+    def __init__(self, folder: Path, tokens: int) -> None:
+        self.folder, self.tokens = folder, tokens
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            append_entry(self.folder, step=state.global_step, of=state.max_steps, tokens=self.tokens)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        known = {name: float(value) for name, value in logs.items() if name in _LOGGED or name.startswith(_SCORES)}
+        if known and state.is_world_process_zero:
+            append_entry(self.folder, step=state.global_step, **known)
 
 
 def progress_of(recipe: Recipe, model: Any, prepared: Any, processes: int) -> ProgressLines:

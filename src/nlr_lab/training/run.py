@@ -32,7 +32,7 @@ from nonlinear_lowrank.validation import one_line
 from . import deepspeed
 from .arms import apply_arm, build_model, optimizer_settings, uses_muon
 from .checkpoints import check_optimizer
-from .progress import progress_of
+from .progress import RunLog, progress_of
 from .recipe import Recipe, TrainConfig
 from .result import TrainResult, curve_of, judged, stability
 from .run_folder import RunFolder
@@ -139,6 +139,7 @@ def run_training(
         on_rank_0(lambda: folder.open(prepared.fingerprint, overwrite=overwrite))
         warm = [] if start is None else [WarmOptimizer(start)]
         progress, request = progress_of(recipe, model, prepared, arguments.world_size), StopRequest()
+        log = RunLog(folder.path, progress.tokens)
         trainer = RunTrainer(
             model,
             arguments,
@@ -146,7 +147,7 @@ def run_training(
             config=train,
             checkpoints=folder.path / "checkpoints",
             optimizer_cls_and_kwargs=optimizer,
-            callbacks=[Schedule(train, stop, request), *([] if quiet else [progress]), *warm],
+            callbacks=[Schedule(train, stop, request), log, *([] if quiet else [progress]), *warm],
         )
         trainer.remove_callback(PrinterCallback)
         try:

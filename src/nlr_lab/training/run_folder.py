@@ -10,6 +10,7 @@ from typing import Any
 
 from nlr_lab.recipes import RECIPES, get_recipe
 from nlr_lab.runtime.environment import determinism, provenance
+from nlr_lab.runtime.log import LOG
 from nlr_lab.runtime.storage import (
     as_option,
     discard,
@@ -34,7 +35,7 @@ from .trainer import RunTrainer
 
 RECIPE, DATA, RESULT, MODEL = "recipe.json", "data.json", "result.json", "model"
 # RECIPE goes last: while it is there, the folder can still be resumed or overwritten.
-_OURS = (RESULT, MODEL, "checkpoints", "tensorboard", DATA, RECIPE)
+_OURS = (RESULT, LOG, MODEL, "checkpoints", "tensorboard", DATA, RECIPE)
 
 # Fields that a resumed run may have otherwise: they change no number, only by rounding, or those of comparisons.
 _FREE = {

@@ -4,6 +4,7 @@ import json
 import math
 import platform
 import re
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from compare_helpers import BASE, CONTROL, NOBLE, STEPS, FakeTraining, StubTask, bowl, compare_stub, gain
 from nlr_lab.compare.record import clean
 from nlr_lab.compare.report import findings, render_report
+from nlr_lab.runtime.signals import StoppedBySignal
 from nlr_lab.training import Recipe, TrainConfig
 from refusals import assert_refused
 from studies.study import copy
@@ -189,8 +191,8 @@ def test_tells_a_finite_divergence_from_a_spike(go):
     assert results["against"]["baseline"]["noble-r4"]["delta"]["n"] == 3, "a finite loss is a number"
 
 
-@pytest.mark.parametrize("stop", [0, 4, 12])
-def test_resumes_after_an_interrupt_with_the_same_results(go, tmp_path, stop):
+@pytest.mark.parametrize(("stop", "left"), [(0, 12), (4, 8), (12, 1)])
+def test_resumes_after_an_interrupt_with_the_same_results(go, tmp_path, stop, left):
     rates = {"tune_lr": (1e-3, 2e-3, 4e-3), "arms": (BASE, NOBLE)}
     loss = bowl({"baseline": 2e-3, "noble-r4": 4e-3})
     whole = FakeTraining(loss)
@@ -199,6 +201,8 @@ def test_resumes_after_an_interrupt_with_the_same_results(go, tmp_path, stop):
     first.stop_after = stop
     with pytest.raises(KeyboardInterrupt):
         go(training=first, **rates)
+    entry = json.loads((tmp_path / "out" / "log.jsonl").read_text().splitlines()[-1])
+    assert entry["left"] == left, "the run that was cut is one of them, and an extension only once it is due"
     second = FakeTraining(loss)
     results = go(training=second, resume=True, **rates).results
     assert sorted(first.calls + second.calls) == sorted(whole.calls), "every run exactly once"
@@ -206,6 +210,7 @@ def test_resumes_after_an_interrupt_with_the_same_results(go, tmp_path, stop):
     for record in (expected, results):
         record.pop("seconds")
     assert results == expected
+    assert json.loads((tmp_path / "out" / "log.jsonl").read_text().splitlines()[-1])["left"] == 0
 
 
 def test_reuses_runs_where_arms_and_seeds_are_added(go):
@@ -232,6 +237,23 @@ def test_reports_the_seeds_that_every_arm_finished(go, tmp_path):
     assert (found["seeds"], found["incomplete_seeds"]) == ([1, 2], [3])
     assert any("Left out" in note and "3" in note for note in found["notes"])
     assert any("Stopped for time" in note for note in found["notes"])
+
+
+def test_reports_the_runs_that_are_done_where_a_signal_stops_a_seed(go, tmp_path):
+    trained = FakeTraining(gain)
+
+    def training(recipe, out, **given):
+        if len(trained.calls) == 2:
+            raise StoppedBySignal(signal.SIGINT, " at step 3 of 60")
+        trained(recipe, out, **given)
+
+    with pytest.raises(StoppedBySignal):
+        go(training=training)
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "- No seed was finished by all arms: there is nothing to compare yet." in report
+    assert "- In seed 1 stopped by SIGINT at step 3 of 60; go on with --resume." in report
+    assert re.search(r"\| baseline \| [\d.]+ \|", report), "its run is whole"
+    assert "| noble-r4 | not run |" in report
 
 
 @pytest.mark.parametrize(("limit", "n"), [(5.2, 2), (5.3, 5)])

@@ -13,6 +13,7 @@ from nlr_lab.fields.image import ImageProblem
 from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.settings import FieldConfig, FitConfig
 from nlr_lab.runtime import environment
+from nlr_lab.watch.runs import Watched
 from nonlinear_lowrank.errors import DivergedError
 from refusals import assert_refused
 
@@ -76,12 +77,16 @@ def test_resumes_a_stopped_fit_bit_exactly(tmp_path, capsys, damaged):
     with pytest.raises(KeyboardInterrupt):
         _fit(cut, _with_loss(12, _stop), config=config)
     assert sorted(each.name for each in (cut / "checkpoints").iterdir()) == ["step-000005", "step-000010"]
+    (view,) = Watched(cut).look().runs
+    assert (view.state, view.step, view.steps) == ("running", 8, 12)
     if damaged:
         (cut / "checkpoints" / "step-000010" / "optimizer.safetensors").write_bytes(b"torn")
     resumed = _fit(cut, config=config, resume=True)
     assert ("skipped" in capsys.readouterr().err) == damaged
     assert _bits(cut) == _bits(tmp_path / "whole")
     assert resumed.curve == whole.curve
+    (view,) = Watched(cut).look().runs
+    assert view.curves["training loss"] == [(entry["step"], entry["loss"]) for entry in whole.curve]
 
 
 def _infinite_slope(model, loss):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import training_helpers
 from nlr_lab.training import Arm, Recipe, TrainResult, run, run_training, trainer
 from nlr_lab.training.trainer import EndlessShuffle
+from nlr_lab.watch.runs import Watched
 from nonlinear_lowrank.hub import load_model, load_tokenizer
 from nonlinear_lowrank.optim import param_groups
 from refusals import assert_refused
@@ -34,7 +35,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 def test_run_leaves_its_files_and_numbers(tmp_path):
     recipe = make_recipe(tracker="tensorboard")
     result = train(tmp_path / "out", recipe)
-    names = {"recipe.json", "data.json", "result.json", "model", "checkpoints", "tensorboard", ".lock"}
+    names = {"recipe.json", "data.json", "result.json", "log.jsonl", "model", "checkpoints", "tensorboard", ".lock"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     assert TrainResult.from_json((tmp_path / "out" / "result.json").read_text()) == result
     assert Recipe.from_json((tmp_path / "out" / "recipe.json").read_text()) == recipe
@@ -43,6 +44,10 @@ def test_run_leaves_its_files_and_numbers(tmp_path):
     assert (result.status, result.steps, result.arm, result.lr) == ("done", 12, "noble-r4", 1e-2)
     assert [step for step, _ in result.curve] == [5, 10, 12]
     assert [step for step, _ in result.train_curve] == [2, 3, 4, 5, 6, 8, 9, 10, 12]
+    (view,) = Watched(tmp_path / "out").look().runs
+    assert (view.state, view.steps) == ("done", 12)
+    assert view.curves["evaluation loss"] == [*result.curve]
+    assert view.curves["training loss"] == [*result.train_curve]
     assert result.final_loss == result.curve[-1][1] < result.curve[0][1] < 4.5
     assert result.bits_per_byte == pytest.approx(result.final_loss / math.log(2) / 2.5)
     assert result.tokens_per_step == 4 * training_helpers.LENGTH
