@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .inference import optimize_for_inference
     from .optim import MuonAdamW, param_groups
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AugmentReport",

@@ -1,9 +1,13 @@
 """Checks of single values, whose errors read the same everywhere."""
 
 import importlib
+import json
 import math
+import shlex
 from collections.abc import Iterable
+from importlib.metadata import Distribution
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from .errors import UserError
 
@@ -53,5 +57,14 @@ def require(extra: str, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        hint = f"pip install 'nonlinear-lowrank[{extra}]'"
-        raise UserError(f"{module} is needed here: {hint} ({one_line(error)})") from error
+        raise UserError(f"{module} is needed here: {install_hint(extra)} ({one_line(error)})") from error
+
+
+def install_hint(extra: str) -> str:
+    """Return the command that installs an extra, from the folder that this package was installed from if any."""
+    source = "nonlinear-lowrank"
+    for installed in Distribution.discover(name=source):
+        origin = json.loads(installed.read_text("direct_url.json") or "{}")  # PEP 610
+        if "dir_info" in origin:
+            source = unquote(urlsplit(origin["url"]).path)
+    return f"pip install {shlex.quote(f'{source}[{extra}]')}"

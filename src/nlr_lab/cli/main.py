@@ -22,7 +22,7 @@ from pathlib import Path
 from nlr_lab.recipes import KINDS, RECIPES
 from nlr_lab.runtime.processes import rank
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import one_line
+from nonlinear_lowrank.validation import install_hint, one_line
 
 from . import COMMANDS, FILES
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, UserError | OSError):
             return _fail(one_line(error, most=2000), 2)
         if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(("nlr_", "nonlinear_")):
-            return _fail(f"{error.name.partition('.')[0]} is needed here: pip install 'nonlinear-lowrank[lab]'", 2)
+            return _fail(f"{error.name.partition('.')[0]} is needed here: {install_hint('lab')}", 2)
         log = Path(tempfile.mkdtemp(prefix="nlr-"), "error.log")  # outside the user's folders
         log.write_text(f"nlr {shlex.join(arguments)}\n\n{traceback.format_exc()}", encoding="utf-8")
         return _fail(f"{type(error).__name__}: {one_line(error)} (traceback in {log})", 1)

@@ -131,7 +131,7 @@ def occupancy() -> FieldRecipe:
 
     Command: `nlr fit occupancy --source lucy.ply`, or `nlr compare occupancy --source lucy.ply` for table 13. The
     paper's 200 epochs are over an unstated batch; here 20,000 steps of 16,384 points.
-    Hardware: one GPU, or CPU cores and hours; pip install 'nonlinear-lowrank[fields]'.
+    Hardware: one GPU, or CPU cores and hours; pip install '.[fields]'.
     Time: not measured by us.
     Expect: table 13: Lucy at k = 1 90.7 (sine) and 79.3 (low-rank). studies/occupancy has ours, of shorter fits.
     """

@@ -115,7 +115,7 @@ def image_tokens_base() -> Recipe:
 
     Command: `torchrun --nproc-per-node 8 -m nlr_lab train image-tokens-base --arm noble:rank=64`, or
     `nlr compare image-tokens-base --seeds 1`; a folder of images by `--source imagenet/`.
-    Hardware: several large GPUs, and `pip install 'nonlinear-lowrank[images]'`. ImageNet-1k is encoded once by one GPU,
+    Hardware: several large GPUs, and `pip install '.[images]'`. ImageNet-1k is encoded once by one GPU,
     in parts that survive an interruption; the tokens are 2.6 GB in the cache.
     Time: not measured by us; sequences are as long as those of llm-base, whose steps take 309 to 373 ms on 8 H100.
     Expect: the paper's evaluation losses, 6.723 for the baseline and 6.699 / 6.690 / 6.682 at rank 64 / 128 / 256. Not

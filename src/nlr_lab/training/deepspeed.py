@@ -15,6 +15,7 @@ from torch import nn
 from nlr_lab.runtime.processes import on_rank_0, together
 from nlr_lab.runtime.storage import read_manifest
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import install_hint
 
 
 def check_engine(*, muon: bool, allowed: bool) -> None:
@@ -25,7 +26,7 @@ def check_engine(*, muon: bool, allowed: bool) -> None:
             "for runs of your own), or use FSDP2 (accelerate launch --use_fsdp --fsdp_version 2)"
         )
     if importlib.util.find_spec("deepspeed") is None:
-        raise UserError("DeepSpeed is not installed: pip install 'nonlinear-lowrank[deepspeed]', or use FSDP2")
+        raise UserError(f"DeepSpeed is not installed: {install_hint('deepspeed')}, or use FSDP2")
     if muon:
         raise UserError("Muon needs whole matrices, which DeepSpeed flattens; omit it, or use FSDP2")
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.surgery.targets import output_head_names, unreached_experts
+from nonlinear_lowrank.validation import require
 
 from .arms import is_adapted
 
@@ -22,10 +23,7 @@ def to_float8(model: Any, *, verbose: bool = False) -> None:
     Raises:
         UserError: torchao is missing, the model has an adapter, or no linear fits.
     """
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ModuleNotFoundError as error:
-        raise UserError("train.fp8 needs torchao: pip install 'nonlinear-lowrank[quantized]'") from error
+    float8 = require("quantized", "torchao.float8")
     if is_adapted(model):
         raise UserError("train.fp8 is for runs that train the weights themselves, and this arm trains an adapter")
     heads, taken = output_head_names(model), [0, 0]
@@ -38,7 +36,8 @@ def to_float8(model: Any, *, verbose: bool = False) -> None:
         return good
 
     native = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-    convert_to_float8_training(model, config=Float8LinearConfig(emulate=not native), module_filter_fn=fits)
+    config = float8.Float8LinearConfig(emulate=not native)
+    float8.convert_to_float8_training(model, config=config, module_filter_fn=fits)
     if not taken[0]:
         raise UserError(f"train.fp8 finds no linear whose widths are multiples of {_MULTIPLE}; omit it")
     if verbose:

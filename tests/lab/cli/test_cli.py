@@ -19,6 +19,7 @@ from nlr_lab.cli.options import parse
 from nlr_lab.recipes import RECIPES
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.methods.base import all_methods
+from nonlinear_lowrank.validation import install_hint
 from refusals import assert_refused
 
 
@@ -69,7 +70,7 @@ def test_what_the_user_can_fix_is_one_line(capsys, monkeypatch, error, message):
 def test_a_missing_extra_is_named():
     script = "import sys; sys.modules[sys.argv[1]] = None; from nlr_lab.cli.main import main; sys.exit(main({}))"
     done = run_python(script.format("['verify', '.']"), "tyro")
-    assert (done.returncode, done.stderr) == (2, "nlr: tyro is needed here: pip install 'nonlinear-lowrank[lab]'\n")
+    assert (done.returncode, done.stderr) == (2, f"nlr: tyro is needed here: {install_hint('lab')}\n")
     assert run_python(script.format("['--help']"), "tyro").returncode == 0
 
 

@@ -18,6 +18,7 @@ from nlr_lab.evaluation.harness import score_tasks
 from nlr_lab.evaluation.local_tasks import find_local_tasks
 from nlr_lab.evaluation.losses import score_documents
 from nonlinear_lowrank import NobleConfig, augment
+from nonlinear_lowrank.validation import install_hint
 from task_helpers import byte_tokenizer, commonsense_rows, mmlu_rows, tiny_model, write_lines
 
 # peft 0.21 reads a name that transformers 5.23 has renamed.
@@ -237,7 +238,7 @@ def test_options_that_make_no_sense_are_refused(folder, capsys, arguments, messa
 def test_tasks_without_lm_eval_name_the_extra(folder, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
     err = refused(capsys, "evaluate", folder / "base", "--tasks", "piqa_local", "--data", folder / "data")
-    assert "pip install 'nonlinear-lowrank[eval]'" in err
+    assert install_hint("eval") in err
 
 
 def test_other_commands_take_or_refuse_an_adapter(folder, capsys, tmp_path):
