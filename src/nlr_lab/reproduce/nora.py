@@ -19,7 +19,7 @@ from .table import Absent, Cells, Compare, Measure, Trial, at, runs
 
 DATA = {"CIFAR-100": "vit-cifar100", "CIFAR-10": "vit-cifar10"}  # the first is that of parameter counts
 _OWN = "nlr_lab.reproduce.nora_arms"
-_VIT = ("3 min of 2 cores", "3 h of one GPU of 24 GB", "one GPU of 16 GB, days")
+_VIT = ("3 min of 2 cores", "3 h of one GPU of 24 GB", "one GPU of 16 GB, a day")
 
 
 def images(
@@ -131,15 +131,17 @@ def _cost(scale: str, folder: Path) -> Cells:
     from nlr_lab.training.arms import Arm
 
     task, device = recipe("vit-cifar100").task, choose_device("cpu" if scale == "demo" else "")
-    batch = torch.randn(at(scale, 4, 64, 256), 3, 224, 224, device=device)
+    config = task.model.config()
+    batch = torch.randn(at(scale, 4, 64, 256), 3, config.image_size, config.image_size, device=device)
+    tokens = (config.image_size // config.patch_size) ** 2 + 1  # patches and the class token
     found, models = Cells(), {}
     for row, arm in {"LoRA": "lora:r=4,target_modules=q_proj/v_proj", "NoRA": "nora:r=2,groups=8"}.items():
-        base = AutoModelForImageClassification.from_config(task.model.config())
+        base = AutoModelForImageClassification.from_config(config)
         models[row] = model = Arm.parse(arm).apply(base, task.adapter_setup(base)).to(device).eval()
         trained = [each for name, each in model.named_parameters() if each.requires_grad and "classifier" not in name]
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             model(batch[:1])
-        own = model.base_model.report().flops_added * 197 if row == "NoRA" else 0  # patches and the class token
+        own = tokens * model.base_model.report().flops_added if row == "NoRA" else 0
         sizes = {"trained_body_k": sum(each.numel() for each in trained) / 1e3}
         sizes["gflops"] = (counter.get_total_flops() + own) / 1e9
         found[row] = {name: cell(value) for name, value in sizes.items()}

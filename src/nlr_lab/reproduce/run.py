@@ -104,7 +104,8 @@ def run_comparison(
     if trial.after is not None:
         for row, more in trial.after(comparison, trial, home).items():
             cells[row] = cells.get(row, {}) | more
-    about = {"part": trial.part, "summary": results["recipe"]["summary"] or results["recipe"]["name"]}
+    summary = results["recipe"]["summary"] or results["recipe"]["name"]
+    about = {"part": trial.part, "summary": summary.rstrip(".")}
     about |= {"arms": dict(trial.arms), "n": results["n"], "metric": results["metric"]["name"]}
     return cells, about
 
