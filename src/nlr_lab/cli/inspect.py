@@ -1,7 +1,6 @@
-"""`nlr inspect MODEL`: what a model costs, layer by layer, without building it; --rank: the rank of its weights."""
+"""`nlr inspect MODEL`: what a model costs, layer by layer, without building it; --spectrum: singular values of its weights."""
 
 import argparse
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from .options import parse, table_width
 class InspectOptions:
     """Parameters, FLOPs and saved activations by layer, without building the model.
 
-    Singular values of a checkpoint's matrices, and where to begin with omega: nlr inspect --rank CHECKPOINT.
+    Singular values of a checkpoint's matrices, and where to begin with omega: nlr inspect --spectrum CHECKPOINT.
 
     Figures 2 and 3 of the sine low-rank paper: nlr inspect --rank-figures OUT. Both have a --help of their own.
     """
@@ -45,17 +44,15 @@ class InspectOptions:
 
 
 def run_inspect(arguments: list[str]) -> None:
-    """Print a table: of costs, or with --rank of ranks."""
+    """Print a table: of costs, or with --spectrum of ranks."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--rank", nargs="?", const="")
+    parser.add_argument("--spectrum", nargs="?", const="")
     parser.add_argument("--rank-figures", nargs="?", const="")
     named, rest = parser.parse_known_args(arguments)
-    # --rank 64 adds branches to a model. A folder may have a number for a name: where no model is named beside it.
-    is_number = re.fullmatch(r"-?\d+", named.rank or "") and (rest or not Path(named.rank).exists())
     if named.rank_figures is not None:
         _run_figures([*filter(None, [named.rank_figures]), *rest])
-    elif named.rank is not None and not is_number:
-        _run_rank([*filter(None, [named.rank]), *rest])
+    elif named.spectrum is not None:
+        _run_spectrum([*filter(None, [named.spectrum]), *rest])
     else:
         _print_cost(arguments)
 
@@ -122,7 +119,7 @@ def _from_config(path: Path) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankOptions:
+class SpectrumOptions:
     """Singular values of every matrix of a checkpoint: stable rank, rank at tolerances, and an omega."""
 
     checkpoint: Positional[str]
@@ -163,8 +160,8 @@ class FigureOptions:
     """Replace the files that are there."""
 
 
-def _run_rank(arguments: list[str]) -> None:
-    options = parse(RankOptions, arguments, command="inspect --rank")
+def _run_spectrum(arguments: list[str]) -> None:
+    options = parse(SpectrumOptions, arguments, command="inspect --spectrum")
     path = Path(options.checkpoint).expanduser()
     if (path / "model").is_dir() and not (path / "config.json").exists():
         path /= "model"  # of a run folder

@@ -1,4 +1,4 @@
-"""`nlr inspect --rank` (docs/theory.md): ranks of every matrix of a checkpoint, and a first guess of omega.
+"""`nlr inspect --spectrum` (docs/theory.md): ranks of every matrix of a checkpoint, and a first guess of omega.
 
 Only safetensors are read, each tensor when it is asked for.
 """
@@ -102,7 +102,7 @@ def rank_report(
     """Measure every matrix of a checkpoint, in the natural order of names; memory for one of them at a time.
 
     `checkpoint` is a model's folder (also one without config.json), an adapter's, or a .safetensors file; the other
-    settings are those of `nlr inspect --rank`. `progress` is called with a line for each matrix.
+    settings are those of `nlr inspect --spectrum`. `progress` is called with a line for each matrix.
 
     Raises:
         UserError: a setting is out of range, nothing is there, a file is not whole, no matrix is found or matches, or

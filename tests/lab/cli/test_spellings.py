@@ -48,7 +48,7 @@ def test_a_name_of_transformers_acts_as_ours(word):
 def test_a_name_of_another_tool_is_answered_by_ours(capsys, word):
     ours, how = DIFFERENT[word]
     option = given(ours.rpartition(".")[2], None)[0]
-    command = ["inspect", "--rank", "x"] if ours == "picture" else ["finetune", "instruct-small"]
+    command = ["inspect", "--spectrum", "x"] if ours == "picture" else ["finetune", "instruct-small"]
     err = refused(capsys, *command, *given(word, "1"))
     assert err == f"nlr: {given(word, None)[0]}: {how.format(option)}\n"
     if ours == "arm":
@@ -109,7 +109,7 @@ def test_a_length_is_that_of_the_file_that_it_changes(tmp_path, capsys):
         ("fit image-demo --method dense", "--method: use --arm"),
         ("evaluate x --output y", "--output: use --out"),
         ("bench step --output y", "--output: use --out"),
-        ("inspect --rank x --plot y", "--plot: use --picture"),
+        ("inspect --spectrum x --plot y", "--plot: use --picture"),
         ("train llm-demo --bf16 true", "unrecognized argument true; what is on or off takes no value"),
         ("train llm-demo --warmup-steps 400", "--warmup-steps (400) must not exceed steps (300)"),
         ("train llm-demo --threads 0", "--threads must be a positive integer, got 0"),

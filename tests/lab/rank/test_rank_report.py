@@ -113,8 +113,8 @@ def test_bare_files_need_omega_for_sine_factors(tmp_path, capsys):
     assert layers["a"].stable_rank == pytest.approx(plain_ranks(torch.sin(80 * up @ down))[0], rel=1e-5)
     assert layers["b"].stable_rank == layers["b"].norm == 0, "a delta at its start"
     assert "c" not in layers
-    assert "give --omega" in refused(capsys, "inspect", "--rank", tmp_path / "f.safetensors")
-    assert run(capsys, "inspect", "--rank", tmp_path, "--omega", "80")[0] == 0
+    assert "give --omega" in refused(capsys, "inspect", "--spectrum", tmp_path / "f.safetensors")
+    assert run(capsys, "inspect", "--spectrum", tmp_path, "--omega", "80")[0] == 0
 
 
 @pytest.mark.parametrize("activation", ["gaussian", "siren"])
@@ -130,7 +130,7 @@ def test_fields_are_measured_as_their_weights_finished_or_not(tmp_path, capsys, 
         fit(problem, method, config, tmp_path / "f", stop=lambda step: True, **options)
     checkpoint = by_name(tmp_path / "f" / "checkpoints" / "step-000001")
     fitted = fit(problem, method, config, tmp_path / "f", resume=True, **options)
-    assert run(capsys, "inspect", "--rank", tmp_path / "f", "--every-layer")[0] == 0
+    assert run(capsys, "inspect", "--spectrum", tmp_path / "f", "--every-layer")[0] == 0
     layers = by_name(tmp_path / "f" / "model" / "model.safetensors")
     for index, layer in enumerate(fitted.model.hidden):
         found = layers[f"hidden.{index}"]
@@ -141,7 +141,7 @@ def test_fields_are_measured_as_their_weights_finished_or_not(tmp_path, capsys, 
     about = json.loads((tmp_path / "f" / "fit.json").read_text())
     del about["settings"]["problem"]["field"]
     (tmp_path / "f" / "fit.json").write_text(json.dumps(about))
-    code, _, err = run(capsys, "inspect", "--rank", tmp_path / "f")
+    code, _, err = run(capsys, "inspect", "--spectrum", tmp_path / "f")
     assert (code, "give --omega" in err) == ((2, True) if text == "sine:rank=2,gain=3" else (0, False))
 
 
@@ -174,19 +174,19 @@ def test_omega_is_none_or_a_limit_at_the_ends():
 
 def test_inspect_rank_prints_a_table_json_and_a_picture(tmp_path, capsys):
     FAMILIES["llama"]().save_pretrained(tmp_path / "m")
-    code, out, err = run(capsys, "inspect", "--rank", tmp_path / "m", "--picture", tmp_path / "p.png")
+    code, out, err = run(capsys, "inspect", "--spectrum", tmp_path / "m", "--picture", tmp_path / "p.png")
     assert (code, err) == (0, "")
     assert "model.layers.*.mlp.gate_proj" in out
     assert matplotlib.image.imread(tmp_path / "p.png").std() > 0.01
     options = ("--tolerances", "0.5", "1e-3", "--for-rank", "4")
-    layers = json.loads(succeed(capsys, "inspect", tmp_path / "m", "--rank", "--json", *options))["layers"]
+    layers = json.loads(succeed(capsys, "inspect", tmp_path / "m", "--spectrum", "--json", *options))["layers"]
     assert len(layers) == 2 * 7 + 2
     for layer in layers:
         assert 0 < layer["ranks"]["0.5"] <= layer["ranks"]["0.001"]
         guess = layer["omega_guess"]
         assert guess["omega"] > 0 if "mlp" in layer["name"] else guess is None or "attn" in layer["name"]
     assert all(layer.omega_guess is None for layer in rank_report(tmp_path / "m", for_rank=30).layers)
-    every = run(capsys, "inspect", "--rank", tmp_path / "m", "--every-layer", "--include", "layers.1.mlp")[1]
+    every = run(capsys, "inspect", "--spectrum", tmp_path / "m", "--every-layer", "--include", "layers.1.mlp")[1]
     assert every.count("model.layers.1.mlp") == 3
 
 
@@ -195,7 +195,7 @@ def test_rank_with_a_number_adds_branches(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert json.loads(run(capsys, "inspect", "8", "--rank", "4", "--json")[1])["branch_parameters"] > 0
     assert json.loads(run(capsys, "inspect", "8", "--rank=4", "--json")[1])["branch_parameters"] > 0
-    assert "stable rank" in run(capsys, "inspect", "--rank", "8")[1]
+    assert "stable rank" in run(capsys, "inspect", "--spectrum", "8")[1]
     assert "MODEL" in run(capsys, "inspect", "--rank", "64")[2]
 
 
@@ -237,7 +237,7 @@ def test_wrong_inputs_give_one_line(tmp_path, capsys):
         ([model, "--for-rank", "0"], "must be a positive integer"),
         ([model, "--picture", "spectra.pdf"], "must end in .png, got"),
     ):
-        assert words in refused(capsys, "inspect", "--rank", *arguments)
+        assert words in refused(capsys, "inspect", "--spectrum", *arguments)
     refused(capsys, "inspect", "--rank-figures", tmp_path / "weights.bin")
     refused(capsys, "inspect", "--rank-figures", tmp_path / "x", "--seeds", "0")
     assert not (tmp_path / "x").exists()
