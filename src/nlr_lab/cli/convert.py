@@ -23,7 +23,7 @@ class ConvertOptions:
     input: Positional[str]
     """A plain model's folder."""
     output: Positional[str]
-    """Folder of the augmented model; must be empty or new."""
+    """Folder of the augmented model; must be empty or new, unless --overwrite."""
     include: tuple[str, ...] = ()
     """Regular expressions that a whole name must match; default: all but output heads, poolers and heads."""
     exclude: tuple[str, ...] = ()
@@ -43,11 +43,13 @@ class MergeOptions:
     adapter: Positional[str]
     """An adapter's folder, or the run folder that `nlr finetune` wrote."""
     output: Positional[str]
-    """Folder of the merged model; must be empty or new."""
+    """Folder of the merged model; must be empty or new, unless --overwrite."""
     base: str | None = None
     """Folder or name of the base model, where it is not what the adapter names."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the merged weights; auto: the base's own. They are formed in float32 and rounded once."""
+    overwrite: FlagCreatePairsOff[bool] = False
+    """Delete what is in the output folder first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,8 @@ def run_merge(arguments: list[str]) -> None:
 
     logging.disable_progress_bar()
     base = find_base(folder, options.base)
-    print(merge_adapter(folder, options.output, base=base, dtype=options.dtype))
+    given = {"dtype": options.dtype, "overwrite": options.overwrite}
+    print(merge_adapter(folder, options.output, base=base, **given))
 
 
 def run_verify(arguments: list[str]) -> None:

@@ -25,13 +25,13 @@ class EvaluateOptions:
     """A model folder, an adapter of peft, or the run folder that `nlr train` wrote."""
     base: str | None = None
     """Folder or name of an adapter's base model, where it is not what the adapter names."""
-    text: str | None = None
-    """A file, a folder or a data set's name, scored whole; default: the held-out text of the checkpoint's
+    source: str | None = None
+    """Text: a file, a folder or a data set's name, scored whole; default: the held-out text of the checkpoint's
     own recipe, unless --tasks are given."""
     text_field: str = "text"
     """Field of JSON lines, parquet and data sets that holds the text."""
     sequence_length: int | None = None
-    """Tokens per window of --text; default: the model's positions, at most 1024."""
+    """Tokens per window of --source; default: the model's positions, at most 1024."""
     tasks: tuple[str, ...] = ()
     """Tasks of lm-eval, e.g. hellaswag arc_easy; or over the files of --data: mmlu_local (also mmlu_local_stem,
     mmlu_local_anatomy, ...), commonsense_local (also boolq_local, piqa_local, siqa_local, hellaswag_local,
@@ -67,18 +67,20 @@ def run_evaluate(arguments: list[str]) -> None:
     options = parse(EvaluateOptions, arguments, command="evaluate")
     folder = find_model(options.checkpoint, adapters=True)
     _check(options)
-    recipe = None if options.text is not None or options.tasks else _find_recipe(folder)
+    recipe = None if options.source is not None or options.tasks else _find_recipe(folder)
     results: dict[str, Any] = {"checkpoint": options.checkpoint}
     if recipe is not None and not _continues_text(recipe, folder):
         results |= _score_held_out(recipe, folder, options)
     elif options.split is not None:
-        raise UserError("--split is for the run of nlr finetune on a task of GLUE, without --text and --tasks")
+        raise UserError("--split is for the run of nlr finetune on a task of GLUE, without --source and --tasks")
     elif recipe is not None:
         results["text"] = _score_own_text(recipe, folder, options)
-    elif options.text is not None or options.tasks:
+    elif options.source is not None or options.tasks:
         results |= _score_text_and_tasks(folder, options)
     else:
-        raise UserError(f"{folder} was not made by nlr train (no recipe.json): it has no text of its own; pass --text")
+        raise UserError(
+            f"{folder} was not made by nlr train (no recipe.json) and has no text of its own; pass --source"
+        )
 
     from nlr_lab.runtime.environment import versions
 
@@ -145,7 +147,7 @@ def _score_own_text(recipe: Any, folder: Path, options: EvaluateOptions) -> dict
     if prepared.vocab_size != model.config.vocab_size:
         raise UserError(
             f"the text of {recipe.name} now has a vocabulary of {prepared.vocab_size}, the model one of "
-            f"{model.config.vocab_size}: the source or its tokenizer has changed; pass --text"
+            f"{model.config.vocab_size}: the source or its tokenizer has changed; pass --source"
         )
     size = prepared.valid_bytes_per_token
     score = score_sequences(model, prepared.valid, bytes_per_token=size, batch_size=options.batch_size)
@@ -160,10 +162,10 @@ def _score_text_and_tasks(folder: Path, options: EvaluateOptions) -> dict[str, A
     model = open_language_model(folder, options.device, options.base)
     tokenizer = open_tokenizer(folder, options.base)
     results: dict[str, Any] = {}
-    if options.text is not None:
+    if options.source is not None:
         score = _score_text(model, tokenizer, options)
-        print(f"{options.text}: {score}")
-        results["text"] = {"source": options.text, **score.to_json()}
+        print(f"{options.source}: {score}")
+        results["text"] = {"source": options.source, **score.to_json()}
     if options.tasks:
         from nlr_lab.evaluation.harness import score_answers, score_tasks, task_table
         from nlr_lab.evaluation.local_tasks import COMMONSENSE_NAMES
@@ -213,7 +215,7 @@ def _score_text(model: Any, tokenizer: Any, options: EvaluateOptions) -> Any:
 
     longest = getattr(model.config, "max_position_embeddings", None) or 1024
     length = options.sequence_length or max(2, min(longest, 1024))
-    documents = Corpus(source=options.text or "", text_field=options.text_field).documents()
+    documents = Corpus(source=options.source or "", text_field=options.text_field).documents()
     sizes: dict[str, Any] = {"sequence_length": length, "batch_size": options.batch_size}
     try:
         return score_documents(model, tokenizer, documents, separator=tokenizer.eos_token, **sizes)

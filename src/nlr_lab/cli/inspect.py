@@ -1,4 +1,4 @@
-"""`nlr inspect MODEL`: what a model costs, layer by layer, without building it; --spectrum: singular values of its weights."""
+"""`nlr inspect MODEL`: what a model costs, layer by layer, unbuilt; --spectrum: its weights' singular values."""
 
 import argparse
 import sys

@@ -42,7 +42,7 @@ DIFFERENT = {
     "save_strategy": ("save_every", _EACH),
     "resume_from_checkpoint": ("resume", "use {}, which goes on from the newest complete checkpoint in --out"),
     "overwrite_output_dir": ("overwrite", "use {}, which deletes what is in --out first"),
-    "dataset_name": ("source", _SOURCE),
+    **dict.fromkeys(("dataset_name", "text", "data"), ("source", _SOURCE)),
     "train_file": ("source", _SOURCE),
     "validation_file": ("valid_source", _SOURCE),
     "max_seq_length": ("max_length", "use {}, in tokens of prompt and answer"),

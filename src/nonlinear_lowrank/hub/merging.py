@@ -59,7 +59,12 @@ class MergeReport:
 
 
 def merge_adapter(
-    adapter_dir: str | Path, output_dir: str | Path, *, base: str | None = None, dtype: str = "auto"
+    adapter_dir: str | Path,
+    output_dir: str | Path,
+    *,
+    base: str | None = None,
+    dtype: str = "auto",
+    overwrite: bool = False,
 ) -> MergeReport:
     """Write the base model with an adapter merged into it; the adapter may be any of peft's that merges into weights.
 
@@ -68,14 +73,15 @@ def merge_adapter(
 
     Args:
         adapter_dir: as `save_pretrained` of peft writes it, safetensors only.
-        output_dir: new or empty.
+        output_dir: new or empty, unless overwrite.
         base: folder or hub name of the base model; None: as the adapter names it.
         dtype: of the merged weights: "auto" for the base's own, or "float32", "bfloat16", ...
+        overwrite: replace what is in output_dir.
 
     Raises:
         UserError: the adapter cannot be merged or does not fit, it has weights that are not finite, a file is
-            missing or damaged, output_dir is not empty, or the merged model's outputs are not the adapter's. Nothing
-            is left in output_dir then.
+            missing or damaged, output_dir is not empty or holds what is read, or the merged model's outputs are not the
+            adapter's. Nothing is left in output_dir then.
     """
     given = getattr(torch, dtype, None)
     if dtype != "auto" and not (isinstance(given, torch.dtype) and given.is_floating_point):
@@ -83,11 +89,14 @@ def merge_adapter(
     folder, output = check_folder(adapter_dir).resolve(), Path(output_dir).expanduser().resolve()
     config = read_json(folder / ADAPTER_CONFIG)
     peft_type = _check_type(folder, config)
-    check_new_or_empty(output)
+    if output.is_file() or not overwrite:
+        check_new_or_empty(output, "choose another or pass overwrite")
     if folder in output.parents:
         raise UserError(f"the output folder {output} is inside the adapter's; choose another")
     check_weights(folder)
     named = base_of(folder, base)
+    if any(output in (read, *read.parents) for read in (folder, Path(named).expanduser().resolve())):
+        raise UserError(f"the output folder {output} holds what is merged; choose another")
     shown = shown_name(config.get("base_model_name_or_path") or named)
 
     adapted, main, types = _adapted(folder, config, named, dtype)

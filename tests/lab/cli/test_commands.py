@@ -44,7 +44,7 @@ def test_train_leaves_a_run_that_evaluate_repeats(trained, capsys, tmp_path):
     # A checkpoint in the middle of the run is a model too, and knows its run.
     out = succeed(capsys, "evaluate", folder / "run" / "checkpoints" / "step-000004")
     assert f"loss {result['final_loss']:.4f}" in out
-    out = succeed(capsys, "evaluate", folder / "run", "--text", folder / "corpus.txt")
+    out = succeed(capsys, "evaluate", folder / "run", "--source", folder / "corpus.txt")
     assert re.search(r"perplexity \d.* bits per byte \d", out)
 
 

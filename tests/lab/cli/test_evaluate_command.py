@@ -92,7 +92,7 @@ def test_an_adapter_may_find_its_base_elsewhere(folder, capsys, tmp_path):
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = "/no/such/base"
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
-    text = ["--text", folder / "text.txt"]
+    text = ["--source", folder / "text.txt"]
     arguments = [tmp_path / "adapter", *text]
     assert "/no/such/base" in refused(capsys, "evaluate", *arguments)
     out = succeed(capsys, "evaluate", *arguments, "--base", folder / "base")
@@ -115,7 +115,7 @@ def test_tokens_that_were_added_for_tuning_have_rows(folder, capsys, tmp_path):
         adapted.save_pretrained(tmp_path / "adapter")
     tokenizer.save_pretrained(tmp_path / "adapter")
     (tmp_path / "text.txt").write_text("a <new> stone <new>")
-    out = succeed(capsys, "evaluate", tmp_path / "adapter", "--text", tmp_path / "text.txt")
+    out = succeed(capsys, "evaluate", tmp_path / "adapter", "--source", tmp_path / "text.txt")
     score = score_documents(adapted, tokenizer, ["a <new> stone <new>"], sequence_length=1024, separator="<end>")
     assert f"loss {score.loss:.4f}" in out
 
@@ -162,7 +162,7 @@ def test_a_model_of_few_positions_is_refused_in_one_line(folder, capsys, tmp_pat
     err = refused(capsys, "evaluate", tmp_path / "few", *tasks)
     assert "has 8 positions, and the answer ' " in err
     assert "evaluate a model with more, or leave its task out of --tasks" in err
-    assert run(capsys, "evaluate", tmp_path / "few", "--text", folder / "text.txt")[0] == 0
+    assert run(capsys, "evaluate", tmp_path / "few", "--source", folder / "text.txt")[0] == 0
     write_lines(tmp_path / "rows.jsonl", [{"text": "stone"}])
     (tmp_path / "writes.yaml").write_text(
         "task: writes\ndataset_path: json\n"
@@ -181,7 +181,7 @@ def test_positions_that_are_an_embedding_bound_the_window(folder, capsys, tmp_pa
     config = hf.OPTConfig(vocab_size=len(tokenizer), num_attention_heads=2, max_position_embeddings=8, **sizes)
     hf.OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
     tokenizer.save_pretrained(tmp_path / "opt")
-    arguments = ["evaluate", tmp_path / "opt", "--text", folder / "text.txt", "--sequence-length"]
+    arguments = ["evaluate", tmp_path / "opt", "--source", folder / "text.txt", "--sequence-length"]
     assert "the model has 8 positions; lower --sequence-length 16" in refused(capsys, *arguments, 16)
     assert run(capsys, *arguments, 8)[0] == 0
 
@@ -190,7 +190,7 @@ def test_positions_that_are_an_embedding_bound_the_window(folder, capsys, tmp_pa
 def test_a_batch_that_does_not_fit_memory_is_refused_before_it_runs(folder, capsys, tmp_path, monkeypatch, way, room):
     (tmp_path / "text.txt").write_text(TEXT * 40)
     tasks = ["--tasks", "piqa_local", "--data", folder / "data", "--format", way]
-    arguments = ["--text", tmp_path / "text.txt", "--sequence-length", 32] if way == "text" else tasks
+    arguments = ["--source", tmp_path / "text.txt", "--sequence-length", 32] if way == "text" else tasks
     whole = run(capsys, "evaluate", folder / "base", *arguments, "--batch-size", 999_999)
     assert whole[0] == 0, "bounded by the number of requests"
     monkeypatch.setattr(losses, "free_memory", lambda: losses.RESERVE + room)

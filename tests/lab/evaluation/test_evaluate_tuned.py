@@ -80,7 +80,7 @@ def test_wrong_input_is_refused(root, tmp_path, capsys):
     assert "only a task of GLUE" in refused(capsys, "evaluate", images, "--split", "test")
     assert "--split is for" in refused(capsys, "evaluate", root / "llama", "--split", "test")
     assert "invalid choice" in refused(capsys, "evaluate", glue, "--split", "train")
-    assert "not for a causal language model" in refused(capsys, "evaluate", glue, "--text", root / "alpaca.json")
+    assert "not for a causal language model" in refused(capsys, "evaluate", glue, "--source", root / "alpaca.json")
     assert "--base is for adapters" in refused(capsys, "evaluate", full, "--base", root / "bert")
     shutil.copytree(root / "bert", tmp_path / "wide")
     wide = json.loads((tmp_path / "wide" / "config.json").read_text())

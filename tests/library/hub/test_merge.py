@@ -203,6 +203,9 @@ def test_the_command_prints_what_it_wrote(tmp_path, capsys):
     code, out, err = run(capsys, "merge", adapter, tmp_path / "out")
     assert code == 2
     assert "is not an empty folder" in err
+    (tmp_path / "out" / "old.txt").write_text("of a former model")
+    assert run(capsys, "merge", adapter, tmp_path / "out", "--overwrite")[0] == 0
+    assert not (tmp_path / "out" / "old.txt").exists()
     code, out, err = run(capsys, "merge", tmp_path / "out", tmp_path / "again")
     assert (code, err.count("\n")) == (2, 1)
     assert "adapter_config.json" in err
@@ -257,6 +260,8 @@ def test_merging_refuses_bad_arguments(tmp_path):
         ("out", {"dtype": "float7"}, "unknown dtype"),
         ("file", {}, "not an empty folder"),
         ("adapter/out", {}, "inside the adapter"),
+        ("file", {"overwrite": True}, "not an empty folder"),
+        *((place, {"overwrite": True}, "holds what is merged") for place in ("adapter", "base", ".")),
     ):
         with pytest.raises(UserError, match=words):
             merge_adapter(adapter, tmp_path / out, **options)
