@@ -46,22 +46,21 @@ def images(
     return [*trials, Absent(columns=columns, why=ELSEWHERE)] if demo and after is None else trials
 
 
-def _nora(scale: str, settings: str = "r=2,groups=8", method: str = "nora") -> str:
+def _nora(scale: str, settings: str = "r=2,groups=8") -> str:
     """Return the arm; few numbers that are shifted need a high rate in a demo's few steps."""
-    return f"{method}:{settings}{at(scale, ',lr=3e-2', '', '') if method == 'nora' else ''}"
+    return f"nora:{settings}{at(scale, ',lr=3e-2', '', '')}"
 
 
 def tuned(scale: str, after: Callable[..., Cells] | None = None, columns: tuple[str, ...] = tuple(DATA)) -> list[Trial]:
     """All ways to tune; learning rates at the paper's scale are those of appendix C.1."""
-    low_rank = "r=8,lora_alpha=16"
     arms = {
         "full tuning": f"full{at(scale, ':lr=1e-3', '', '')}",
         "VPT": f"{_OWN}:prompts{at(scale, '', '', ',lr=5e-3')}",
         "Adapter": f"{_OWN}:bottlenecks",
-        "LoRA": f"lora:{low_rank}",
-        "DoRA": f"dora:{low_rank}{at(scale, '', '', ',lr=5e-4')}",
+        "LoRA": "lora:r=8,lora_alpha=16",
+        "DoRA": f"dora:r=8,lora_alpha=16{at(scale, '', '', ',lr=5e-4')}",
         "NoRA": _nora(scale),
-        "NoRA++": _nora(scale, "r=2,groups=8,lora_r=8,lora_alpha=16", "nora++"),
+        "NoRA++": "nora++:r=2,groups=8,lora_r=8,lora_alpha=16",
         "control, head alone": "head",
     }
     why = "recipes load pretrained weights in 32 or 16 bits, not 4"
