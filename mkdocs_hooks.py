@@ -1,7 +1,8 @@
 """The site's front page is README.md; links that leave docs/ do not leave the site.
 
 A link to a picture outside docs/ takes the picture along; to another file, it becomes the file's path. A block of
-```math is LaTeX, which becomes MathML. No page fetches anything: the theme's one foreign script is replaced by our own.
+```math is LaTeX, which becomes MathML. A notebook is a page as it was run, and a file beside it. No page fetches anything:
+the theme's one foreign script is replaced by our own.
 """
 
 import os
@@ -11,6 +12,7 @@ from typing import Any
 
 from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
+from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).resolve().parent
 DOCS = ROOT / "docs"
@@ -21,9 +23,16 @@ _LINK = re.compile(r"(!?\[([^\]]*)\])\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
-    """Adds the front page and the pictures that pages show from outside docs/."""
+    """Adds the front page, the notebooks' pages, and the pictures that pages show from outside docs/."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     files.append(File.generated(config, FRONT, content=readme))
+    for notebook in sorted(DOCS.rglob("*.ipynb")):
+        uri = notebook.relative_to(DOCS).with_suffix(".md")
+        names = {"unique_key": notebook.stem, "output_files_dir": f"{notebook.stem}_files"}
+        text, resources = MarkdownExporter().from_filename(str(notebook), resources=names)
+        files.append(File.generated(config, uri.as_posix(), content=text))
+        for name, picture in resources["outputs"].items():
+            files.append(File.generated(config, (uri.parent / name).as_posix(), content=picture))
     for page in files.documentation_pages():
         for _, _, target, _ in _LINK.findall(page.content_string):
             if (
@@ -47,8 +56,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             place = DOCS / outside
         elif here == FRONT and (ROOT / target).exists():
             place = ROOT / target
+        elif target.endswith(".ipynb"):
+            place = (DOCS / here).parent / target
         else:
             return found[0]
+        if place.suffix == ".ipynb":
+            place = place.with_suffix(".md")
         return f"{head}({os.path.relpath(place, (DOCS / here).parent)}{anchor or ''})"
 
     return _MATH.sub(_formulas, _LINK.sub(rewrite, markdown))

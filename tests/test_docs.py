@@ -40,6 +40,19 @@ def test_every_page_and_public_name_is_in_the_site(site):
 
 
 @pytest.mark.slow
+def test_notebooks_are_pages_with_code_output_and_pictures(site):
+    notebooks = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
+    assert notebooks
+    for notebook in notebooks:
+        text = (site / "tutorials" / f"{notebook.stem}.html").read_text(encoding="utf-8")
+        assert 'class="language-python highlight"' in text or 'class="highlight"' in text
+        pictures = re.findall(r'<img[^>]* src="([^"]+\.png)"', text)
+        assert pictures
+        for picture in pictures:
+            assert (site / "tutorials" / picture).is_file(), picture
+
+
+@pytest.mark.slow
 def test_the_front_page_is_the_readme_with_its_picture_and_links(site):
     text = (site / "index.html").read_text(encoding="utf-8")
     assert "Two commands" in text
