@@ -100,6 +100,7 @@ $(ONNX)/.installed: $(STAMP) requirements-onnx.lock
 # Ctrl-C leaves the same end, of what has finished.
 demo: $(STAMP)
 	@end() { \
+		ls $(DEMO_OUT)/*/report.md >/dev/null 2>&1 || return 0; \
 		awk '$(DEMO_END)' $(DEMO_OUT)/*/report.md; \
 		printf '\npictures: %s\n' $(DEMO_OUT)/*/curves.png; \
 		echo "next: make demo again, which adds a seed to each (an interval needs two); docs/tutorials/pretrain.ipynb"; \
