@@ -53,8 +53,10 @@ def test_what_pages_name_exists_and_they_are_ascii(page):
         assert f"\n{target}:" in (ROOT / "Makefile").read_text()
 
 
-def test_the_readme_is_read_in_a_few_minutes():
+def test_readme_and_documentation_stay_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
+    assert sum(any(map(str.isalnum, word)) for word in pages.split()) <= 15_000
 
 
 def test_every_command_is_in_the_documentation():
