@@ -33,7 +33,7 @@ DEMO_MINUTES ?= 2.2
 DEMO_PRETRAINING := --width 32 --heads 2 --hidden 88 --dense-init noble --vocab-size 512 --max-bytes 4e6 \
 	--steps 986 --warmup-steps 49 --eval-every 49 --eval-batch-size 32 --timing-rounds 10 \
 	--arms baseline:name=plain,lr=1.6e-2 noble:rank=4,name=noble,lr=8e-3
-DEMO_TUNING := --rows 60 --max-length 96 --eval-rows 8 --batch-size 1 --epochs None --steps 10 --eval-every 5 --save-every 10 \
+DEMO_TUNING := --rows 60 --max-length 96 --eval-rows 6 --batch-size 1 --epochs None --steps 10 --eval-every 2 --save-every 10 \
 	--timing-rounds 2 --arms lora:r=8 sine-lora:r=8,omega=200,lr=1e-3
 # Of each report, the title, the first finding and the first table.
 DEMO_END := FNR == 1 { said = rows = 0; print "\n" substr($$0, 3) } /^- / && !said++ { print substr($$0, 3) } \
