@@ -18,9 +18,17 @@ _nlr() {
     COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))
 }
 complete -o default -F _nlr nlr"""
+_ZSH = """\
+(( $+functions[compdef] )) || { autoload -U compinit && compinit }
+_nlr() {
+    local -a found
+    found=(${(f)"$(nlr completion words "${(@)words[2,CURRENT-1]}" 2>/dev/null)"})
+    compadd -a found || _files
+}
+compdef _nlr nlr"""
 _SCRIPTS = {
     "bash": _BASH,
-    "zsh": f"autoload -U +X compinit bashcompinit && compinit && bashcompinit\n{_BASH}",
+    "zsh": _ZSH,
     "fish": 'complete -c nlr -a "(nlr completion words (commandline -opc)[2..] 2>/dev/null)"',
 }
 

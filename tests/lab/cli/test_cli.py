@@ -225,7 +225,16 @@ def test_help_shows_defaults_and_docs_and_the_recipe_lines(capsys):
     assert "0.001" in out
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+COMPLETES = {  # what is run after a shell's script; a line for each word that may come next
+    "bash": 'COMP_WORDS=(nlr "$@"); COMP_CWORD=$#; _nlr; printf "%s\\n" "${COMPREPLY[@]}"',
+    # Where there is a terminal, compadd itself leaves out what does not begin as typed.
+    "zsh": "words=(nlr $@) CURRENT=$(($# + 1)); compadd() { print -l -- ${(M)${(P)2}:#$words[-1]*} }; _nlr",
+    "fish": 'complete -C "nlr $argv"',
+}
+BEFORE = {"zsh": "compdef() { }; _files() { }\n"}
+
+
+@pytest.mark.parametrize("shell", COMPLETES)
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
@@ -238,12 +247,14 @@ def test_help_shows_defaults_and_docs_and_the_recipe_lines(capsys):
         (["fit", "nothing", "--"], set()),
     ],
 )
-def test_bash_completes_what_is_typed(tmp_path, capsys, typed, words):
+def test_a_shell_completes_what_is_typed(tmp_path, capsys, shell, typed, words):
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}")
     command = tmp_path / "nlr"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m nlr_lab "$@"\n')
     command.chmod(0o755)
-    script = succeed(capsys, "completion", "bash")
-    script += '\nCOMP_WORDS=(nlr "$@"); COMP_CWORD=$#; _nlr; printf "%s\\n" "${COMPREPLY[@]}"'
-    path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", script, "bash", *typed], capture_output=True, text=True, check=True, env=path)
-    assert set(done.stdout.split()) == words
+    script = f"{BEFORE.get(shell, '')}{succeed(capsys, 'completion', shell)}\n{COMPLETES[shell]}"
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    start = [shell, "-c", script, *([shell] if shell != "fish" else []), *typed]
+    done = subprocess.run(start, capture_output=True, text=True, check=True, env=environment)
+    assert set(done.stdout.split()) == words, done.stderr
