@@ -1,8 +1,8 @@
 """The site's front page is README.md; links that leave docs/ do not leave the site.
 
 A link to a picture outside docs/ takes the picture along; to another file, it becomes the file's path. A block of
-```math is LaTeX, which becomes MathML. A notebook is a page as it was run, and a file beside it. No page fetches anything:
-the theme's one foreign script is replaced by our own.
+```math is LaTeX, which becomes MathML. A notebook is a page as it was run, and a file beside it. No page fetches
+anything: the theme's one foreign script is replaced by our own.
 """
 
 import os
