@@ -20,7 +20,7 @@ from nlr_lab.runtime.processes import rank
 from nonlinear_lowrank.errors import UserError
 
 from .settings_file import as_arguments, read_settings
-from .spellings import find
+from .spellings import check_arms, find
 
 Options = TypeVar("Options")
 
@@ -69,16 +69,24 @@ def parse(
     def refuse(event: refusals.ParseErrorEvent) -> None:
         raise UserError(f"{' '.join(_reason(event, known).split())} (see nlr {command} --help)")
 
+    arguments = [_lengthen(argument, known) for argument in arguments]
+    for argument in arguments:  # tyro may take its value for a positional, and complain of that
+        name = re.match(r"--([A-Za-z][^=]*)", argument)
+        if name and name[1] != "help" and not _find_switch(name[1].replace("-", "_"), known):
+            raise UserError(f"{_unrecognized(argument, known)} (see nlr {command} --help)")
     with refusals.on_parse_error(refuse):
-        return tyro.cli(  # type: ignore[return-value]  # a default of None is left out
+        parsed: Any = tyro.cli(
             options,
             prog=f"nlr {command}",
             description=description,
-            args=[_lengthen(argument, known) for argument in arguments],
+            args=arguments,
             default=default,
             config=(tyro.conf.PositionalMetavarFromFieldName,),
             registry=_REGISTRY,
         )
+    arms = [getattr(parsed, "arm", None), *(getattr(parsed, "arms", None) or ())]
+    check_arms([each for each in arms if each is not None])
+    return parsed  # type: ignore[no-any-return]  # a default of None is left out
 
 
 def parse_recipe(
@@ -212,13 +220,7 @@ def _option(name: str) -> str:
 def _reason(event: refusals.ParseErrorEvent, known: Sequence[str]) -> str:
     """Error of arguments that tyro refuses."""
     if isinstance(event, refusals.UnrecognizedArgs):
-        if event.tokens[0].lower() in ("true", "false"):
-            return (
-                f"unrecognized argument {event.tokens[0]}; what is on or off takes no value, as in --bf16 and --no-bf16"
-            )
-        options = [_option(name) for leaf in known for name in (leaf, leaf.rpartition(".")[2])]
-        near = difflib.get_close_matches(event.tokens[0].partition("=")[0], options, n=1)
-        return f"unrecognized argument {event.tokens[0]}{f'; did you mean {near[0]}?' if near else ''}"
+        return _unrecognized(event.tokens[0], known)
     if isinstance(event, refusals.InvalidChoice):
         choices = ", ".join(repr(each) for each in event.choices if each != "None")
         return f"{event.argument.display_name()}: invalid choice {event.value!r}; choose one of {choices}"
@@ -232,6 +234,20 @@ def _reason(event: refusals.ParseErrorEvent, known: Sequence[str]) -> str:
     if isinstance(event, refusals.BadValue):
         return f"{event.argument.display_name()}: a value is missing"
     return type(event).__name__
+
+
+def _unrecognized(token: str, known: Sequence[str]) -> str:
+    if token.lower() in ("true", "false"):
+        return f"unrecognized argument {token}; what is on or off takes no value, as in --bf16 and --no-bf16"
+    options = [_option(name) for leaf in known for name in (leaf, leaf.rpartition(".")[2])]
+    near = difflib.get_close_matches(token.partition("=")[0], options, n=1)
+    return f"unrecognized argument {token}{f'; did you mean {near[0]}?' if near else ''}"
+
+
+def _find_switch(name: str, known: Sequence[str]) -> list[str]:
+    """Return those of `known` that an option means, also the one that switches it off."""
+    stem, dot, last = name.rpartition(".")
+    return find(name, known) or find(f"{stem}{dot}{last.removeprefix('no_')}", known)
 
 
 def _with_options(message: str, ours: Collection[str]) -> str:
