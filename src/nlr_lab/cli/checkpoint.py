@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from nlr_lab.runtime.processes import world_size
+from nlr_lab.runtime.storage import holds_former
 from nonlinear_lowrank.errors import UserError
 
 
@@ -45,6 +47,15 @@ def find_base(folder: Path, base: str | None = None) -> str | None:
     if named in PACKAGED or (base is None and Path(named).expanduser().exists()):
         return Pretrained(checkpoint=named).where()
     return base
+
+
+def check_out(options: Any, marker: str, what: str) -> None:
+    """Raise UserError where the folder --out may not be written to, before anything is imported for what writes it.
+
+    Of several processes one may be at work there when another looks, so they leave it to the run itself.
+    """
+    if world_size() == 1:
+        holds_former(Path(options.out), marker, what, resume=options.resume, overwrite=options.overwrite)
 
 
 def check_parent(path: str | Path | None, option: str) -> None:

@@ -8,7 +8,9 @@ from tyro.conf import FlagCreatePairsOff
 from nlr_lab.recipes import recipes_of
 from nlr_lab.runtime.processes import let_threads_sleep, rank
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import check_integer
 
+from .checkpoint import check_out
 from .options import parse_recipe
 
 
@@ -74,6 +76,9 @@ def run_compare(arguments: list[str]) -> None:
             **{name: getattr(recipe, name) for name in ("arms", "seeds", "tune_lr")},
         },
     )
+    check_integer("--seeds", options.seeds, minimum=1)
+    check_integer("--timing-rounds", options.timing_rounds, minimum=0)
+    check_out(options, "compare.json", "comparison")
     minutes = options.max_minutes
     if minutes is not None and not 0 < minutes < math.inf:
         raise UserError(f"--max-minutes must be above 0 and finite, got {minutes:g}; omit it for no limit")

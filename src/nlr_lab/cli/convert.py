@@ -148,6 +148,8 @@ def run_merge(arguments: list[str]) -> None:
 def run_verify(arguments: list[str]) -> None:
     """Print a line for each fault and one of totals; faults end it with exit code 2."""
     options = parse(VerifyOptions, arguments, command="verify")
+    if not Path(options.checkpoint).expanduser().exists():
+        raise UserError(f"no such file or folder: {options.checkpoint}")
 
     from nonlinear_lowrank.hub.verify import verify
 

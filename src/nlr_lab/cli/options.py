@@ -223,25 +223,34 @@ def _reason(event: refusals.ParseErrorEvent, known: Sequence[str]) -> str:
         return _unrecognized(event.tokens[0], known)
     if isinstance(event, refusals.InvalidChoice):
         choices = ", ".join(repr(each) for each in event.choices if each != "None")
-        return f"{event.argument.display_name()}: invalid choice {event.value!r}; choose one of {choices}"
+        return f"{_shown(event.argument)}: invalid choice {event.value!r}; choose one of {choices}"
     if isinstance(event, refusals.InstantiationFailure):
         if event.argument:
-            return f"{event.argument.display_name()}: {event.message}"
+            message = re.sub(r"^could not convert string to float:", "must be a number, got", str(event.message))
+            message = re.sub(r"^Could not find valid parse for arguments: \[(.*)\]$", r"cannot be \1", message)
+            return f"{_shown(event.argument)}: {message}"
         return _with_options(str(event.message), {leaf.rpartition(".")[2] for leaf in known})
     if isinstance(event, refusals.MissingArgs):
-        names = [each.arg.display_name() for each in event.missing_arguments]
-        return f"missing {', '.join(name if name.startswith('-') else name.upper() for name in names)}"
+        return f"missing {', '.join(_shown(each.arg) for each in event.missing_arguments)}"
     if isinstance(event, refusals.BadValue):
-        return f"{event.argument.display_name()}: a value is missing"
-    return type(event).__name__
+        return f"{_shown(event.argument)}: a value is missing"
+    return "the options cannot be read"
+
+
+def _shown(argument: Any) -> str:
+    """Name of an option, or in capitals, as in the help, of what stands without one."""
+    name = str(argument.display_name())
+    return name if name.startswith("-") else name.upper()
 
 
 def _unrecognized(token: str, known: Sequence[str]) -> str:
     if token.lower() in ("true", "false"):
         return f"unrecognized argument {token}; what is on or off takes no value, as in --bf16 and --no-bf16"
     options = [_option(name) for leaf in known for name in (leaf, leaf.rpartition(".")[2])]
-    near = difflib.get_close_matches(token.partition("=")[0], options, n=1)
-    return f"unrecognized argument {token}{f'; did you mean {near[0]}?' if near else ''}"
+    name = token.partition("=")[0]
+    begun = sorted({each for each in options if name.startswith("--") and each.startswith(name)})
+    near = sorted(begun, key=len)[:3] or difflib.get_close_matches(name, options, n=1)
+    return f"unrecognized argument {token}" + (f"; did you mean {' or '.join(near)}?" if near else "")
 
 
 def _find_switch(name: str, known: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ from tyro.conf import FlagCreatePairsOff
 from nlr_lab.runtime.processes import rank
 from nonlinear_lowrank.errors import UserError
 
+from .checkpoint import check_out
 from .options import parse, parse_recipe, take_option
 
 
@@ -122,6 +123,8 @@ def run_fit(arguments: list[str]) -> None:
         defaults=lambda recipe: {"out": f"runs/{recipe.name}", "arm": str(recipe.method)},
     )
 
+    check_out(options, "fit.json", "fit")
+
     from nlr_lab.fields.fit import fit
     from nlr_lab.fields.problem import FieldMethod
 
@@ -149,6 +152,7 @@ def _parse_run(arguments: list[str], command: str) -> tuple[Any, Any, Any]:
     if run is None:
         defaults = lambda recipe: {"out": f"runs/{recipe.name}", "arm": recipe.arm_text}  # noqa: E731
         recipe, chosen = parse_recipe(TrainOptions, arguments, command=command, defaults=defaults)
+        check_out(chosen, "recipe.json", "training run of ours")
         from nlr_lab.training.arms import Arm
 
         return replace(recipe, arm=Arm.parse(chosen.arm)), chosen, None

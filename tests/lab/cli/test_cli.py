@@ -197,7 +197,7 @@ def test_integers_may_be_in_scientific_notation(text, number):
         (["--seed", "1"], "--seed may be --task.text.seed or --train.seed"),
         (["--train.sed", "1"], "did you mean --train.seed"),
         (["--optimiser=sgd"], "did you mean --optimizer"),
-        (["--lr", "fast"], "--train.lr: could not convert string to float: 'fast'"),
+        (["--lr", "fast"], "--train.lr: must be a number, got 'fast'"),
         (["--lr"], "--train.lr"),
         (["--train.seed", "1.5"], "--train.seed: must be an integer, got '1.5'"),
         (["--train.seed", "1e999999999"], "--train.seed: must be an integer, got '1e999999999'"),
