@@ -97,11 +97,12 @@ def class_maps(name: str, comparison: Any, trial: Any, home: Path) -> Cells:
     grid = figure.subplots(1 + len(maps), _MAPS)
     for line, (row, own) in zip(grid, [("", None), *maps.items()], strict=True):
         for axes, number in zip(line, range(_MAPS), strict=True):
-            axes.imshow(pictures[number].mean(0) if own is not None else pictures[number].permute(1, 2, 0), cmap="gray")
+            picture = pictures[number].permute(1, 2, 0)
+            axes.imshow((picture if own is None else picture.mean(-1)).numpy(), cmap="gray")
             if own is not None:
                 size = {"size": pixels.shape[-2:], "mode": "bilinear"}
                 shown = torch.nn.functional.interpolate(own[number][None, None], **size)[0, 0]
-                axes.imshow(shown, cmap="jet", alpha=0.5)
+                axes.imshow(shown.numpy(), cmap="jet", alpha=0.5)
             axes.set(xticks=(), yticks=())
         line[0].set_ylabel(row)
     figure.savefig(home / f"grad-cam-{slug(name)}.png", dpi=120)
