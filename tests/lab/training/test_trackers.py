@@ -1,5 +1,9 @@
 """Trackers of transformers by name, offline; those that are installed."""
 
+import contextlib
+import json
+import sqlite3
+
 import pytest
 
 from nlr_lab.training.run import run_training
@@ -9,14 +13,17 @@ FILES = {
     "tensorboard": "run/tensorboard/events.*",
     "wandb": "wandb/offline-run-*/*.wandb",
     "mlflow": "mlruns/*/*/metrics/*",
+    "trackio": "trackio/*.db",
 }
 
 
 @pytest.mark.filterwarnings("ignore")  # of the packages
 @pytest.mark.parametrize("tracker", FILES)
 def test_a_tracker_gets_the_curves_without_a_network(tmp_path, monkeypatch, tracker):
+    monkeypatch.setenv("TRACKIO_DIR", f"{tmp_path}/trackio")  # read where it is imported
     pytest.importorskip(tracker)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -27,6 +34,11 @@ def test_a_tracker_gets_the_curves_without_a_network(tmp_path, monkeypatch, trac
     if tracker == "mlflow":
         logged = [line.split() for line in files["eval_loss"].read_text().splitlines()]
         assert [(int(step), float(loss)) for _, loss, step in logged] == list(result.curve)
+    elif tracker == "trackio":
+        with contextlib.closing(sqlite3.connect(*files.values())) as database:
+            rows = [json.loads(row) for (row,) in database.execute("SELECT metrics FROM metrics ORDER BY step")]
+        logged = [(row["train/global_step"], row["eval/loss"]) for row in rows if "eval/loss" in row]
+        assert logged == list(result.curve)
     elif tracker == "tensorboard":
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
