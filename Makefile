@@ -35,9 +35,9 @@ DEMO_PRETRAINING := --width 32 --heads 2 --hidden 88 --dense-init noble --vocab-
 	--arms baseline:name=plain,lr=1.6e-2 noble:rank=4,name=noble,lr=8e-3
 DEMO_TUNING := --rows 60 --max-length 96 --eval-rows 4 --batch-size 1 --epochs None --steps 10 --eval-every 2 --save-every 10 \
 	--timing-rounds 2 --arms lora:r=8 sine-lora:r=8,omega=200,lr=1e-3
-# Of each report, the title, the first finding and the first table.
+# Of each report, the title, the first finding, the first table and that of every run.
 DEMO_END := FNR == 1 { said = rows = 0; print "\n" substr($$0, 3) } /^- / && !said++ { print substr($$0, 3) } \
-	/^\|/ && rows >= 0 { rows = 1; print } !/^\|/ && rows > 0 { rows = -1 }
+	/^\#\# Every run/ { rows = 0; print "" } /^\|/ && rows >= 0 { rows = 1; print } !/^\|/ && rows > 0 { rows = -1 }
 
 .PHONY: help setup demo test test-peers peers fuzz test-deepspeed test-onnx test-all lint format figures docs lock clean
 
