@@ -71,7 +71,7 @@ def run_convert(arguments: list[str]) -> None:
     able, config_class = _find_method(name)
 
     @dataclass(frozen=True, kw_only=True)
-    class Options(ConvertOptions, config_class):  # type: ignore[misc]
+    class Options(ConvertOptions, config_class):  # type: ignore[misc, valid-type]
         method: str = name
         """The method that is added; the options below are its own."""
 
@@ -141,7 +141,7 @@ def run_merge(arguments: list[str]) -> None:
 
     logging.disable_progress_bar()
     base = find_base(folder, options.base)
-    given = {"dtype": options.dtype, "overwrite": options.overwrite}
+    given: dict[str, Any] = {"dtype": options.dtype, "overwrite": options.overwrite}
     print(merge_adapter(folder, options.output, base=base, **given))
 
 

@@ -173,9 +173,9 @@ class Watched:
         if silent > max(_SILENT, _GAPS * gap):
             state, to_go = "silent", None
         tokens = next((entry["tokens"] for entry in reversed(entries) if entry.get("tokens")), None)
-        speed = {"steps_per_second": pace, "tokens_per_second": pace * tokens if pace and tokens else None}
+        known |= {"steps_per_second": pace, "tokens_per_second": pace * tokens if pace and tokens else None}
         known |= {"step": step, "steps": steps, "seconds_to_go": to_go, "silent": silent, "curves": curves}
-        return RunView(**known, state=state, **speed)
+        return RunView(**known, state=state)
 
 
 def _read_result(file: Path) -> dict[str, Any] | None:
