@@ -68,7 +68,7 @@ def tuned(scale: str, after: Callable[..., Cells] | None = None, columns: tuple[
 
 
 runs("nora/table1", takes=_VIT)(tuned)
-_SHARED = {"home": "nora/table1", "takes": _VIT}
+_SHARED: dict[str, Any] = {"home": "nora/table1", "takes": _VIT}
 runs("nora/fig4", **_SHARED)(partial(tuned, after=adaptability, columns=("CIFAR-100",)))
 runs("nora/fig6", **_SHARED)(partial(tuned, after=features, columns=("CIFAR-100",)))
 runs("nora/fig7", **_SHARED)(partial(tuned, after=class_maps, columns=("CIFAR-100",)))
@@ -133,10 +133,11 @@ def _cost(scale: str, folder: Path) -> Cells:
     config = task.model.config()
     batch = torch.randn(at(scale, 4, 64, 256), 3, config.image_size, config.image_size, device=device)
     tokens = (config.image_size // config.patch_size) ** 2 + 1  # patches and the class token
-    found, models = Cells(), {}
+    found, models = Cells(), dict[str, Any]()
     for row, arm in {"LoRA": "lora:r=4,target_modules=q_proj/v_proj", "NoRA": "nora:r=2,groups=8"}.items():
         base = AutoModelForImageClassification.from_config(config)
-        models[row] = model = Arm.parse(arm).apply(base, task.adapter_setup(base)).to(device).eval()
+        model: Any = Arm.parse(arm).apply(base, task.adapter_setup(base)).to(device).eval()
+        models[row] = model
         trained = [each for name, each in model.named_parameters() if each.requires_grad and "classifier" not in name]
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             model(batch[:1])
@@ -188,8 +189,8 @@ def instructions(scale: str) -> list[Trial]:
     trials: list[Trial] = []
     for name, source in SETS.items():
         own = recipe("llama3-alpaca" if scale == "paper" else "instruct-smollm2")
-        rows = {"source": source, "rows": 1000, "max_length": at(scale, 0, 512, 1024)}
-        own = replace(own, task=replace(own.task, instructions=replace(own.task.instructions, **rows)))
+        taken: dict[str, Any] = {"source": source, "rows": 1000, "max_length": at(scale, 0, 512, 1024)}
+        own = replace(own, task=replace(own.task, instructions=replace(own.task.instructions, **taken)))
         named = {f"{name}, {row}": arm for row, arm in arms.items()}
         trials.append(Compare(part=name, recipe=own, arms=named, tasks=tasks, shots=5, **known))
     return trials
