@@ -1,8 +1,8 @@
 """The site's front page is README.md; links that leave docs/ do not leave the site.
 
-A link to a picture outside docs/ takes the picture along; to another file, it becomes the file's path. A block of
-```math is LaTeX, which becomes MathML. A notebook is a page as it was run, and a file beside it. No page fetches
-anything: the theme's one foreign script is replaced by our own.
+A link to a picture outside docs/ takes the picture along; to another file, it becomes the file's path. A link named by
+a page's file gets the page's title. A block of ```math is LaTeX, which becomes MathML. A notebook is a page as it was
+run, and a file beside it. No page fetches anything: the theme's one foreign script is replaced by our own.
 """
 
 import os
@@ -58,6 +58,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             place = ROOT / target
         elif target.endswith(".ipynb"):
             place = (DOCS / here).parent / target
+        elif text == target:  # a file's name, for readers of the repository
+            title = ((DOCS / here).parent / target).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+            return f"[{title}]({target}{anchor or ''})"
         else:
             return found[0]
         if place.suffix == ".ipynb":
