@@ -39,7 +39,7 @@ DEMO_TUNING := --rows 60 --max-length 96 --eval-rows 4 --batch-size 1 --epochs N
 DEMO_END := FNR == 1 { said = rows = 0; print "\n" substr($$0, 3) } /^- / && !said++ { print substr($$0, 3) } \
 	/^\#\# Every run/ { rows = 0; print "" } /^\|/ && rows >= 0 { rows = 1; print } !/^\|/ && rows > 0 { rows = -1 }
 
-.PHONY: help setup demo test test-peers peers fuzz test-deepspeed test-onnx test-all lint format figures docs lock clean
+.PHONY: help setup demo parts test test-peers peers fuzz test-deepspeed test-onnx test-all lint format figures docs lock clean
 
 help:
 	@sed -n '1,8s/^# //p' Makefile
@@ -111,6 +111,9 @@ demo: $(STAMP)
 		$(BIN)/nlr compare instruct-smollm2 --out $(DEMO_OUT)/tuning $(DEMO_TUNING) --seeds 3 --resume --max-minutes 1 || \
 			echo "SmolLM2 was not compared"; \
 	fi
+
+# What `make test` and `make test-peers` install beside the environment; `make -j2 lint parts` does it meanwhile.
+parts: $(QUANTIZED)/.installed $(KERNELS)/.installed $(TORCHTITAN)/.installed $(PEFT)/.installed $(TRANSFORMERS)/.installed
 
 # One thread a process: more would fight over the cores, and make the slow tests slower.
 # The kernels run in triton's interpreter, and then are compiled: a process does one or the other.
