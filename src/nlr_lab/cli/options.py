@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import field, fields, is_dataclass, make_dataclass, replace
 from decimal import Decimal
 from types import NoneType, UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args
+from typing import Annotated, Any, TypeVar, Union, get_args, get_type_hints
 
 import tyro
 from tyro import _errors as refusals  # its only structured account of an error; pyproject bounds the version
@@ -20,7 +20,7 @@ from nlr_lab.runtime.processes import rank
 from nonlinear_lowrank.errors import UserError
 
 from .settings_file import as_arguments, read_settings
-from .spellings import check_arms, find
+from .spellings import find
 
 Options = TypeVar("Options")
 
@@ -57,7 +57,7 @@ def parse(
     """
     # A recipe's labelled lines (Command, Hardware, Time, Expect) are paragraphs of their own.
     description = re.sub(r"(?<!\n)\n(?=[A-Z][a-z]+: )", "\n\n", inspect.cleandoc(description or options.__doc__ or ""))
-    known = [each.name for each in fields(options)] if default is None else list(_leaves(default))  # type: ignore[arg-type]
+    known = list(_named(options)) if default is None else list(_leaves(default))
     if LIST_OPTIONS in arguments:
         print("\n".join(sorted({_option(name) for leaf in known for name in (leaf, leaf.rpartition(".")[2])})))
         raise SystemExit(0)
@@ -75,7 +75,7 @@ def parse(
         if name and name[1] != "help" and not _find_switch(name[1].replace("-", "_"), known):
             raise UserError(f"{_unrecognized(argument, known)} (see nlr {command} --help)")
     with refusals.on_parse_error(refuse):
-        parsed: Any = tyro.cli(
+        return tyro.cli(  # type: ignore[return-value]  # a default of None is left out
             options,
             prog=f"nlr {command}",
             description=description,
@@ -84,9 +84,6 @@ def parse(
             config=(tyro.conf.PositionalMetavarFromFieldName,),
             registry=_REGISTRY,
         )
-    arms = [getattr(parsed, "arm", None), *(getattr(parsed, "arms", None) or ())]
-    check_arms([each for each in arms if each is not None])
-    return parsed  # type: ignore[no-any-return]  # a default of None is left out
 
 
 def parse_recipe(
@@ -147,6 +144,14 @@ def take_option(name: str, arguments: Sequence[str]) -> tuple[str | None, list[s
 def table_width() -> int:
     """Columns for a table: the terminal's; where a file or a program reads it, enough that no name is folded."""
     return max(100, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 200
+
+
+def _named(options: type[Any]) -> Iterator[str]:
+    """Yield the names of the fields as options, which may be words of Python's, as in `--from`."""
+    hints = get_type_hints(options, include_extras=True)
+    for each in fields(options):
+        marks = getattr(hints[each.name], "__metadata__", ())
+        yield next((mark.name for mark in marks if getattr(mark, "name", None)), each.name)
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[str]:

@@ -1,9 +1,6 @@
 """Settings by the names that transformers, trl and peft have for them."""
 
-import difflib
-import re
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 
 from nonlinear_lowrank.errors import UserError
 
@@ -57,36 +54,6 @@ DIFFERENT = {
     **dict.fromkeys(("target_modules", "lora_target_modules", "method", "methods", "rank", "ranks"), ("arm", _ARM)),
 }
 """Our names of settings that do the same in another way, and a sentence that points to them."""
-
-
-ARMS = (
-    *(
-        "baseline",
-        "noble",
-        "nonlinear-query",
-        "rational",
-        "sine-lowrank",
-        "qk-norm",
-        "identity-query",
-        "residual-query",
-    ),
-    *("residual-linear-query", "low-rank", "sigmoid-low-rank", "relu-low-rank", "wide-mlp", "moe", "cola", "sltrain"),
-    *("full", "head", "lora", "dora", "peanut", "noble-adapter", "nora", "nora++", "sine-lora", "sine-dora"),
-    *("dense", "sine"),  # of fields
-)
-"""Arms by name, of which a misspelt one is told without an import of torch."""
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(,.*)?")
-
-
-def check_arms(texts: Sequence[str]) -> None:
-    """Raise UserError for the short form of an arm that there is not; the settings of arms are read later."""
-    for text in texts:
-        name = text.strip().partition(":")[0]
-        if name in ARMS or "+" in text or _FUNCTION.fullmatch(text) or entry_points(group="nonlinear_lowrank.methods"):
-            continue
-        near = difflib.get_close_matches(name, ARMS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose {', '.join(ARMS)}, or module:function, your own"
-        raise UserError(f"unknown arm {text!r}; {hint}")
 
 
 def find(name: str, known: Sequence[str]) -> list[str]:

@@ -83,7 +83,7 @@ def test_help_and_refusals_need_no_torch():
     commands = [*COMMANDS, "convert --method nonlinear-query", *(f"bench {name}" for name in BENCHES)]
     commands += [f"{command} {name}" for name, kind in demos.items() for command in (kind, "compare")]
     refusals = [f"{command} --lrr 1" for command in (*commands, "generate x", "evaluate x", "merge a b")]
-    refusals += ["convert a b", "convert a b --method lora", "train llm-demo --arm nobel", "watch nowhere"]
+    refusals += ["convert a b", "convert a b --method lora", "watch nowhere"]
     refusals += ["trian", "llm-demo", "train llm-dem", "plan llm-dem", "plan llm-demo --hardware h1", "plan 1b --gpu 3"]
     out = python_prints(script, *(f"{command} --help" for command in commands), *refusals)
     assert out.count("--picture") == len(BENCHES)

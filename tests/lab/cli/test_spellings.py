@@ -10,11 +10,9 @@ from transformers import TrainingArguments
 from cli_helpers import refused, succeed
 from nlr_lab.cli.compare import CompareOptions
 from nlr_lab.cli.options import parse_recipe
-from nlr_lab.cli.spellings import ARMS, DIFFERENT, SAME
+from nlr_lab.cli.spellings import DIFFERENT, SAME
 from nlr_lab.cli.train import TrainOptions
-from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.recipes import get_recipe
-from nlr_lab.training.arms import ARM_METHODS
 
 VALUES = {"out": "runs/mine", "tracker": "none", "compile_mode": "default", "tokenizer": "gpt2", "compile": None}
 SCRIPTS = {"block_size", "tokenizer_name", "warmup_ratio"}  # of transformers' example scripts, and of its version 4
@@ -115,9 +113,6 @@ def test_a_length_is_that_of_the_file_that_it_changes(tmp_path, capsys):
         ("train llm-demo --bf16 true", "unrecognized argument true; what is on or off takes no value"),
         ("train llm-demo --warmup-steps 400", "--warmup-steps (400) must not exceed steps (300)"),
         ("train llm-demo --threads 0", "--threads must be a positive integer, got 0"),
-        ("train llm-demo --arm nobel:rank=4", "unknown arm 'nobel:rank=4'; did you mean noble?"),
-        ("plan llm-demo --arms baseline xyzzy", "unknown arm 'xyzzy'; choose baseline, noble,"),
-        ("compare image-demo --arms dense sin:rank=5", "unknown arm 'sin:rank=5'; did you mean sine?"),
         ("convert --lrr 3 a b", "unrecognized argument --lrr"),
         ("convert a b --no-overwite", "unrecognized argument --no-overwite; did you mean --overwrite?"),
         ("train llm-demo --train.no-bf61", "unrecognized argument --train.no-bf61; did you mean --train.bf16?"),
@@ -127,11 +122,6 @@ def test_a_length_is_that_of_the_file_that_it_changes(tmp_path, capsys):
 )
 def test_words_of_errors_are_those_of_the_command_line(capsys, command, words):
     assert words in refused(capsys, *command.split())
-
-
-def test_arms_are_known_by_name():
-    assert {*ARM_METHODS, "dense", "sine"} == {*ARMS}
-    assert all(FieldMethod.parse(f"{each}:rank=2,omega=3" if each == "sine" else each) for each in ("dense", "sine"))
 
 
 @pytest.mark.parametrize(

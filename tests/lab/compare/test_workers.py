@@ -108,7 +108,7 @@ def test_workers_stop_at_the_time_limit(recipe, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("workers", "world", "words"),
-    [(0, "1", "positive integer"), (2, "2", "omit torchrun"), (2, "1", r"pip install 'nonlinear-lowrank\[ray\]'")],
+    [(0, "1", "positive integer"), (2, "2", "omit torchrun"), (2, "1", r"pip install '.*\[ray\]'")],
 )
 def test_refuses_workers_before_anything_is_written(recipe, tmp_path, monkeypatch, workers, world, words):
     monkeypatch.setenv("WORLD_SIZE", world)

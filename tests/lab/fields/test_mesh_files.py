@@ -164,7 +164,7 @@ def test_files_that_are_no_mesh_are_refused(tmp_path, name, message):
 @pytest.mark.parametrize("package", ["trimesh", "embreex"])
 def test_names_what_is_not_installed(monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
-    assert_refused(r"pip install 'nonlinear-lowrank\[fields\]'", read_mesh, "knot")
+    assert_refused(r"pip install '.*\[fields\]'", read_mesh, "knot")
 
 
 def test_holes_are_named_and_closed_only_on_demand(tmp_path):

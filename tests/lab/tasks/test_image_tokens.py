@@ -264,7 +264,7 @@ def test_a_vqmodel_without_diffusers_or_safetensors(tmp_path, monkeypatch):
     assert_refused("pickled weights are never read", VQTokenizer, tmp_path)
     (tmp_path / "diffusion_pytorch_model.safetensors").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "diffusers", None)
-    assert_refused(r"pip install 'nonlinear-lowrank\[images\]'", VQTokenizer(tmp_path).encode, noise(1, 4, 4, 3))
+    assert_refused(r"pip install '.*\[images\]'", VQTokenizer(tmp_path).encode, noise(1, 4, 4, 3))
 
 
 @pytest.fixture(scope="module")

@@ -103,7 +103,7 @@ def test_a_run_is_shorter_by_what_was_padding(tmp_path, monkeypatch):
     assert steps[True] < steps[False]
     assert "packed_rows" in (tmp_path / "out-True" / "result.json").read_text()
     monkeypatch.setitem(sys.modules, "trl", None)
-    assert_refused(r"trl is needed here: pip install 'nonlinear-lowrank\[instruct\]'", task.prepare, progress=False)
+    assert_refused(r"trl is needed here: pip install '.*\[instruct\]'", task.prepare, progress=False)
 
 
 def test_a_model_that_mixes_examples_up_is_refused():

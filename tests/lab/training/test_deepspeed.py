@@ -97,7 +97,7 @@ def test_arms_that_deepspeed_would_spoil_write_nothing(arm, allowed, configurati
 def test_missing_deepspeed_names_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    assert_refused(r"pip install 'nonlinear-lowrank\[deepspeed\]'", train, tmp_path / "out")
+    assert_refused(r"pip install '.*\[deepspeed\]'", train, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
