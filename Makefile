@@ -26,6 +26,8 @@ TRANSFORMERS := $(VENV)/peers/transformers
 STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml 2>/dev/null | cksum | tr " " -)
 PLATFORM := $(shell uname -sm | tr ' ' '-')
 WORKERS ?= 2
+# Whose place in peft's tests is taken.
+PEERS ?= sine-lora sine-dora noble nora nora++
 DEMO_OUT ?= demo
 # Of the first comparison, which takes fewer steps on a busy machine; the second has one minute.
 DEMO_MINUTES ?= 2.1
@@ -140,7 +142,7 @@ $(VENV)/peers/%/.installed: $(STAMP)
 # LoRA and plain models, the controls, run when the results are written.
 test-peers: $(PEFT)/.installed $(TRANSFORMERS)/.installed
 	$(BIN)/python tests/peers/transformers_run.py $(TRANSFORMERS) --check -n $(WORKERS)
-	$(BIN)/python tests/peers/run.py $(PEFT) --check -n $(WORKERS) --peers sine-lora sine-dora noble nora nora++
+	$(BIN)/python tests/peers/run.py $(PEFT) --check -n $(WORKERS) --peers $(PEERS)
 
 peers: $(PEFT)/.installed $(TRANSFORMERS)/.installed
 	$(BIN)/python tests/peers/transformers_run.py $(TRANSFORMERS) -n $(WORKERS)
