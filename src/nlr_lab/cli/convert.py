@@ -1,9 +1,7 @@
 """`nlr convert`, `nlr merge` and `nlr verify`: from one checkpoint to another, and whether it is whole."""
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from importlib.metadata import entry_points
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Literal
@@ -61,21 +59,17 @@ class VerifyOptions:
     """A checkpoint, a run or comparison folder, a model or adapter, or one .safetensors or .json file."""
 
 
-KEEPING = {"noble": "noble/config.py", "nonlinear-query": "query/config.py", "rational": ""}
-"""Methods that keep a checkpoint's weights, and the file of its settings where that needs no torch."""
-
-
 def run_convert(arguments: list[str]) -> None:
     """Convert and print by how much the logits moved."""
     name = take_option("--method", arguments)[0] or "noble"  # the other options depend on it
-    able, config_class = _find_method(name)
+    config_class = _find_settings(name)
 
     @dataclass(frozen=True, kw_only=True)
     class Options(ConvertOptions, config_class):  # type: ignore[misc, valid-type]
         method: str = name
-        """The method that is added; the options below are its own."""
+        """The method that is added, one that keeps the weights; the options below are its own."""
 
-    description = f"Put {name} into a trained checkpoint, whose weights stay. --method is one of {', '.join(able)}."
+    description = f"Put {name} into a trained checkpoint, whose weights stay."
     options: Any = parse(Options, arguments, command="convert", description=description)
     if getattr(options, "rank_ratio", None) is not None and options.rank != config_class.rank:
         raise UserError("--rank-ratio takes the place of --rank; give one of them")
@@ -84,9 +78,8 @@ def run_convert(arguments: list[str]) -> None:
     folder = find_model(options.input)
 
     from nonlinear_lowrank.hub import convert
-    from nonlinear_lowrank.methods.base import all_methods
 
-    config_class = all_methods()[name].config_class
+    config_class = _keeping_method(name).config_class
     report = convert(
         folder,
         Path(options.output),
@@ -100,34 +93,29 @@ def run_convert(arguments: list[str]) -> None:
     print(report)
 
 
-def _find_method(name: str) -> tuple[Sequence[str], Any]:
-    """Return the names of the methods that keep the weights, and the class that has the settings of one.
-
-    torch takes seconds to import, and every method's package imports it; so the settings are read from their file
-    alone, where they have one, and other distributions' methods are asked for only where there are any.
-    """
-    able: Sequence[str] = [*KEEPING]
-    if entry_points(group="nonlinear_lowrank.methods"):
-        from nonlinear_lowrank.methods.base import all_methods
-
-        able = [each for each, method in all_methods().items() if keeps_weights(method)]
-    if name not in able:
-        raise UserError(f"--method must be one of {', '.join(able)}, which keep the weights, got {name!r}")
-    if file := KEEPING.get(name):
-        place = Path(find_spec("nonlinear_lowrank.methods").origin).parent / file  # type: ignore[union-attr, arg-type]
+def _find_settings(name: str) -> Any:
+    """Return the class with a method's settings, from its folder's config.py where it has one: that needs no torch,
+    which takes seconds to import and which every method's package imports."""
+    methods = Path(find_spec("nonlinear_lowrank.methods").origin).parent  # type: ignore[union-attr, arg-type]
+    for place in sorted(methods.glob("*/config.py")):
         spec: Any = spec_from_file_location(f"nlr_settings_of_{place.parent.name}", place)
         module = sys.modules[spec.name] = module_from_spec(spec)  # where a class's documentation is looked for
         spec.loader.exec_module(module)
-        return able, next(each for each in vars(module).values() if getattr(each, "method", None) == name)
+        for each in vars(module).values():
+            if getattr(each, "method", None) == name:
+                return each
+    return _keeping_method(name).config_class
 
+
+def _keeping_method(name: str) -> Any:
+    """Return a method; raise UserError for one that does not keep a checkpoint's weights."""
     from nonlinear_lowrank.methods.base import all_methods
 
-    return able, all_methods()[name].config_class
-
-
-def keeps_weights(method: Any) -> bool:
-    """Return whether a checkpoint's weights stay when the method is put into it."""
-    return not method.wraps and (not method.replaces_weights or bool(method.keeps_weights_by))
+    loses = {each for each, method in all_methods().items() if method.replaces_weights and not method.keeps_weights_by}
+    able = [each for each, method in all_methods().items() if not (method.wraps or each in loses)]
+    if name not in able:
+        raise UserError(f"--method must be one of {', '.join(able)}, which keep the weights, got {name!r}")
+    return all_methods()[name]
 
 
 def run_merge(arguments: list[str]) -> None:

@@ -83,18 +83,16 @@ def test_help_and_refusals_need_no_torch():
     commands = [*COMMANDS, "convert --method nonlinear-query", *(f"bench {name}" for name in BENCHES)]
     commands += [f"{command} {name}" for name, kind in demos.items() for command in (kind, "compare")]
     refusals = [f"{command} --lrr 1" for command in (*commands, "generate x", "evaluate x", "merge a b")]
-    refusals += ["convert a b", "convert a b --method lora", "watch nowhere"]
+    refusals += ["convert a b", "watch nowhere"]
     refusals += ["trian", "llm-demo", "train llm-dem", "plan llm-dem", "plan llm-demo --hardware h1", "plan 1b --gpu 3"]
     out = python_prints(script, *(f"{command} --help" for command in commands), *refusals)
     assert out.count("--picture") == len(BENCHES)
     assert out.count("--train.steps") >= 2 * len(demos)
 
 
-def test_convert_knows_the_methods_that_keep_weights():
-    keeping = {name: method for name, method in all_methods().items() if convert.keeps_weights(method)}
-    assert list(convert.KEEPING) == sorted(keeping)
-    for name, method in keeping.items():
-        ours, theirs = (fields(each) for each in (convert._find_method(name)[1], method.config_class))
+def test_convert_has_the_options_of_each_method():
+    for name in ("noble", "nonlinear-query", "rational"):
+        ours, theirs = (fields(each) for each in (convert._find_settings(name), all_methods()[name].config_class))
         assert [(each.name, each.default) for each in ours] == [(each.name, each.default) for each in theirs]
 
 
