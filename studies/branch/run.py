@@ -1,4 +1,4 @@
-"""What a NOBLE branch learns: its share of a layer's output, how far from affine and how steep it is, what it is worth.
+"""Trained NOBLE branches: their share of a layer's output, how far from affine and how steep they are, their worth.
 
     python -m studies.branch.run DATA [--stage biases|inside|all] [--seeds 3] [--work FOLDER]
 
@@ -197,6 +197,7 @@ def _slope(angles: list[Tensor], branch: Branch) -> float:
     return float(torch.linalg.matrix_norm(up * outer @ branch.mixes[0] * inner @ down.T, 2))
 
 
+@torch.no_grad()
 def _loss(model: nn.Module, tokens: Tensor, within: Any = None) -> float:
     """Return nats a token."""
     with within or nullcontext():

@@ -1,6 +1,5 @@
 """`nlr inspect MODEL`: what a model costs, layer by layer, unbuilt; --spectrum: its weights' singular values."""
 
-import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_integer
 
 from .checkpoint import check_parent, find_model
-from .options import parse, table_width
+from .options import parse, table_width, take_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +44,11 @@ class InspectOptions:
 
 def run_inspect(arguments: list[str]) -> None:
     """Print a table: of costs, or with --spectrum of ranks."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--spectrum", nargs="?", const="")
-    parser.add_argument("--rank-figures", nargs="?", const="")
-    named, rest = parser.parse_known_args(arguments)
-    if named.rank_figures is not None:
-        _run_figures([*filter(None, [named.rank_figures]), *rest])
-    elif named.spectrum is not None:
-        _run_spectrum([*filter(None, [named.spectrum]), *rest])
-    else:
-        _print_cost(arguments)
+    for option, run in (("--rank-figures", _run_figures), ("--spectrum", _run_spectrum)):
+        value, rest = take_option(option, arguments)
+        if value is not None:
+            return run([*filter(None, [value]), *rest])
+    return _print_cost(arguments)
 
 
 def _print_cost(arguments: list[str]) -> None:

@@ -102,7 +102,7 @@ def activations(scale: str) -> list[Trial]:
 
 @runs("nora/table4", takes=_VIT)
 def tunings(scale: str) -> list[Trial]:
-    """What is trained of rational functions."""
+    """Trained parts of rational functions."""
     kinds = {"rational tuning": "rational", "zero-init tuning": "zero_init", "GELU-init tuning": "gelu_init"}
     kinds |= {"const tuning (a0, b0)": "constants", "NoRA": "low_rank", "control, as released": "shared"}
     arms = {row: _nora(scale, f"r=2,groups=8,tuning={kind}") for row, kind in kinds.items()}

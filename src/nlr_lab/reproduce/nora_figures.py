@@ -1,4 +1,4 @@
-"""What Figures 4 to 7 of nora.txt show of models that were tuned on images: numbers, and pictures beside them.
+"""Figures 4 to 7 of nora.txt, of models tuned on images: numbers, and pictures beside them.
 
 Each function is a trial's `after`, with the data's name before its arguments; it looks at the first seed's models.
 """

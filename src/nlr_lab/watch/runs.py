@@ -30,7 +30,7 @@ Curves = dict[str, list[tuple[int, float | None]]]
 
 @dataclass(frozen=True, kw_only=True)
 class RunView:
-    """What is shown of a run."""
+    """State and curves of a run."""
 
     group: str
     """Path of its comparison in the folder that is watched; empty: that folder."""
@@ -54,14 +54,14 @@ class RunView:
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What is shown of a folder."""
+    """State of all runs in a folder."""
 
     name: str
     runs: list[RunView]
     planned: int
     """Runs in all, as far as they are known; those in the folder at least."""
     seconds_to_go: float | None
-    """Of all; None: not known."""
+    """Seconds until all runs are over; None: not known."""
 
     def __str__(self) -> str:
         """One line: how far it is."""
@@ -219,7 +219,7 @@ def _curves(entries: list[dict[str, Any]]) -> Curves:
 
 
 def _curves_of_result(result: Mapping[str, Any]) -> Curves:
-    """Return the curves of a run that was made before runs had logs."""
+    """Return the curves of a run whose log did not come along: docs/compare.md carries results alone."""
     curve = result.get("curve") or []
     if curve and isinstance(curve[0], dict):  # of a field: entries as in a log
         return _curves([{**entry, "time": 0.0} for entry in curve])

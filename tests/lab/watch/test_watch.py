@@ -96,7 +96,7 @@ def test_a_run_without_an_entry_starts_until_it_is_silent(tmp_path):
         ("fit.json", {"diverged": 9}, "diverged", {}),
     ],
 )
-def test_runs_of_before_there_were_logs(tmp_path, kind, result, state, curves):
+def test_runs_whose_logs_did_not_come_along(tmp_path, kind, result, state, curves):
     folder = write_run(tmp_path / "run", kind=kind, result=result)
     (folder / LOG).unlink()
     (run,) = look(folder).runs
