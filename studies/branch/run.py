@@ -32,7 +32,6 @@ from nonlinear_lowrank.hub.loading import load_model
 from nonlinear_lowrank.hub.storage import versions
 from nonlinear_lowrank.methods.noble.layer import NobleLinear
 from nonlinear_lowrank.methods.noble.op import Branch, bottleneck
-from studies.llm_small.run import recipe as small_recipe
 from studies.study import one_line_errors, run_study, study_parser
 
 HERE = Path(__file__).parent
@@ -47,8 +46,10 @@ def main() -> None:
     parser = study_parser(__doc__, "branch", "data")
     parser.add_argument("--stage", choices=("inside", "biases", "all"), default="all")
     given = parser.parse_args()
+    from studies.llm_small.run import recipe  # a script itself, which `--help` leaves alone
+
     with one_line_errors(given.stage):
-        base = small_recipe(given.data, "cpu")
+        base = recipe(given.data, "cpu")
         if given.stage in ("biases", "all"):
             how = f"python -m studies.branch.run DATA --stage biases --seeds {given.seeds}"
             options = {"arms": list(map(Arm.parse, ARMS)), "seeds": given.seeds, "tune_lr": RATES}
