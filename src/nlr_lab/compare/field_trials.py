@@ -106,7 +106,7 @@ class FieldTrials(Trials):
         """Time some steps, an evaluation and a picture; keep time for the pictures."""
         begun, train = limit.passed, self.recipe.train
         times = self._step_times(arms, PACE_ROUNDS, limit, "wall")
-        passed = limit.passed - begun
+        start = max(_START, (limit.passed - begun - sum(map(sum, times.values()))) / len(times))
         with cpu_threads(train.threads), told_of_memory("an evaluation"), torch.no_grad():
             model = self._build(arms[0]).to(self.device).eval()
             evaluating = time.monotonic()
@@ -115,7 +115,7 @@ class FieldTrials(Trials):
             self.problem.picture(model)
             limit.kept += (len(arms) + 1) * (time.monotonic() - drawing)
         evaluations = sum(train.evaluates(step) for step in range(1, train.steps + 1))
-        return measure_paces(times, passed, _START, evaluations, lambda step: drawing - evaluating)
+        return measure_paces(times, start, evaluations, lambda step: drawing - evaluating)
 
     def run(self, arm: FieldArm, choice: Choice, seed: int, folder: Path, *, resume: bool, stop: Stop | None) -> None:
         try:

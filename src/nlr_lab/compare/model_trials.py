@@ -3,6 +3,7 @@
 import functools
 import math
 import sys
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -39,7 +40,7 @@ from .trial import PACE_ROUNDS, Choice, Curve, Measurement, Run, Stop, TimeLimit
 
 _START = 2.0  # seconds of a run beside its steps, at the least
 _EVALUATION = 0.4  # of a training step, for as many examples: a forward pass and its batch
-_WARMUP = 3
+_WARMUP = 2  # rounds, after a first step of each
 # Time does not depend on the learning rate, but at the recipe's own a model that sees one batch again and again
 # may blow up, and arithmetic on subnormal or infinite numbers has other speeds.
 _RATE = 1e-6
@@ -81,9 +82,15 @@ def measure_arms(
     train = recipe.train
     try:
         with cpu_threads(train.threads), many_compiled(train.compile, lengths_vary=prepared.lengths_vary):
-            steppers = {arm.name: training_step(recipe, arm, prepared) for arm in arms}
+            steppers, starts = {}, []
+            for arm in arms:
+                begun = time.monotonic()
+                steppers[arm.name] = training_step(recipe, arm, prepared)
+                steppers[arm.name]()
+                starts.append(time.monotonic() - begun)
             times = interleaved_step_times(steppers, rounds, _WARMUP, clock="wall", max_seconds=max_seconds)
-        return replace(found, times=times)
+        # The least: imports and our C++ operators are loaded once, by whichever arm comes first.
+        return replace(found, times=times, start=min(starts))
     except torch.OutOfMemoryError:
         found.notes.append("Step times were not measured: the models of all arms do not fit on the device together.")
         return found
@@ -217,20 +224,20 @@ class ModelTrials(Trials):
         return train if train.steps else train.resolved(len(self.prepared.train))
 
     def count_and_time(self, arms: Sequence[Arm], rounds: int, limit: TimeLimit) -> Measurement:
-        begun, timed = limit.passed, rounds if limit.seconds is None else max(rounds, PACE_ROUNDS)
+        timed = rounds if limit.seconds is None else max(rounds, PACE_ROUNDS)
         known: dict[str, Any] = {"rounds": timed, "max_seconds": limit.timing, "quiet": self.quiet}
         found = self.measure_with(self.recipe, arms, self.prepared, **known)
         notes = [_match_note(self.recipe, arm, found) for arm in arms if "match" in _own(arm)] + found.notes
         if not self.measure.is_loss and self.prepared.test is None:
             notes.append("Learning rates and best steps were chosen on the scored examples themselves.")
-        paces = self._paces(found.times, limit.passed - begun) if found.times else {}
+        paces = self._paces(found.times, found.start) if found.times else {}
         return replace(found, times=found.times if rounds else None, paces=paces, notes=notes)
 
-    def _paces(self, times: Mapping[str, Sequence[float]], passed: float) -> dict[str, tuple[float, float]]:
+    def _paces(self, times: Mapping[str, Sequence[float]], start: float) -> dict[str, tuple[float, float]]:
         train, splits = self.in_steps(), (self.prepared.valid, self.prepared.test, self.prepared.plain)
         batches = max(1.0, sum(len(split) for split in splits if split is not None) / train.batch_size)
         evaluations = math.ceil(train.steps / train.eval_every)
-        return measure_paces(times, passed, _START, evaluations, lambda step: _EVALUATION * step * batches)
+        return measure_paces(times, max(_START, start), evaluations, lambda step: _EVALUATION * step * batches)
 
     def run(self, arm: Arm, choice: Choice, seed: int, folder: Path, *, resume: bool, stop: Stop | None) -> None:
         train = replace(self.recipe.train, lr=choice.lr, seed=seed)

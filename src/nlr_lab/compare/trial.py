@@ -112,6 +112,8 @@ class Measurement:
     """FLOPs of matrix products, forward, per token; None where they could not be counted."""
     times: dict[str, list[float]] | None = None
     """Seconds of single training steps, all arms in turn; None when not measured."""
+    start: float = 0.0
+    """Seconds until an arm has taken its first step, its model built and compiled."""
     paces: dict[str, tuple[float, float]] = field(default_factory=dict)
     """For the forecast where there is a time limit."""
     notes: list[str] = field(default_factory=list)
@@ -195,17 +197,15 @@ class Forecast:
 
 def measure_paces(
     times: Mapping[str, Sequence[float]],
-    passed: float,
-    least: float,
+    start: float,
     evaluations: int,
     evaluation: Callable[[float], float],
 ) -> dict[str, tuple[float, float]]:
     """Return what a forecast needs of each arm, from `times` of its steps: seconds of a step, and of all else in a run.
 
-    Of the seconds that `passed`, those that are not of steps are what a run takes to start, at `least` so many; it has
-    so many evaluations whatever its number of steps, and `evaluation` gives their seconds by those of a step.
+    A run takes `start` seconds to begin; it has so many evaluations whatever its number of steps, and `evaluation`
+    gives their seconds by those of a step.
     """
-    start = max(least, (passed - sum(map(sum, times.values()))) / len(times))
     steps = {name: sorted(seconds)[len(seconds) // 2] for name, seconds in times.items()}
     return {name: (step, evaluations * evaluation(step) + start) for name, step in steps.items()}
 
