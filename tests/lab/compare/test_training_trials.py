@@ -2,13 +2,14 @@
 
 import json
 import math
+import time
 
 import numpy as np
 import pytest
 import torch
 
 from compare_helpers import BASE, CONTROL, NOBLE, tiny_recipe
-from nlr_lab.compare import compare
+from nlr_lab.compare import compare, model_trials
 from nlr_lab.compare.model_trials import measure_arms, training_step
 from nlr_lab.training import Arm
 
@@ -36,6 +37,20 @@ def test_measured_costs_are_the_formulas(tiny):
     assert measured.notes == []
     assert {name: len(times) for name, times in measured.times.items()} == dict.fromkeys(measured.parameters, 2)
     assert min(min(times) for times in measured.times.values()) > 0
+    assert measured.start > 0
+
+
+def test_what_a_process_pays_once_is_no_part_of_a_runs_start(tiny, monkeypatch):
+    recipe, prepared = tiny
+    paid = []
+
+    def slow_at_first(*given):
+        if not paid:
+            paid.append(time.sleep(1.0))
+        return training_step(*given)
+
+    monkeypatch.setattr(model_trials, "training_step", slow_at_first)
+    assert measure_arms(recipe, (BASE, NOBLE), prepared, rounds=1).start < 0.9
 
 
 def test_timed_step_is_a_training_step(tiny):
