@@ -35,7 +35,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 def run(folder: Path, workers: str, arguments: Iterable[str | Path], environment: Mapping[str, str]) -> list[Case]:
     """Run pytest in a folder; end the script where it does not come to its end."""
     # Suites are not written for errors of warnings, which newer versions of their dependencies give.
-    options = ["-o", "addopts=", "-o", "filterwarnings=", "--tb=no", "-q", "-n", workers]
+    options = ["-o", "addopts=", "-o", "filterwarnings=", "--tb=short", "-q", "--disable-warnings", "-n", workers]
     whole = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | dict(environment)
     with tempfile.TemporaryDirectory() as name:
         report = Path(name) / "report.xml"
@@ -43,6 +43,8 @@ def run(folder: Path, workers: str, arguments: Iterable[str | Path], environment
         log = subprocess.run(command, cwd=folder, env=whole, capture_output=True, text=True)
         if log.returncode > 1 or not report.exists():
             sys.exit(f"pytest did not finish:\n{log.stdout[-3000:]}{log.stderr[-3000:]}")
+        if log.returncode:
+            print(log.stdout[-10000:])
         return [_case(each) for each in ElementTree.parse(report).getroot().iter("testcase")]
 
 
