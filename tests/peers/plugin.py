@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 from typing import Any
 
 import peft
@@ -82,11 +82,7 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
     if not isinstance(collector, pytest.Module):
         return
     module = collector.obj
-    common = sys.modules.get(f"{module.__package__}.testing_common")
-    if common is not None:
-        # Its one use gives Llama 4 without its adapter a tolerance of 1e-5, which some processors under Linux need too.
-        common.platform = SimpleNamespace(system=lambda: "Windows")
-    for each in (module, common):
+    for each in (module, sys.modules.get(f"{module.__package__}.testing_common")):
         if hasattr(each, "hub_online_once"):  # the models are in the cache
             each.hub_online_once = lambda *_: nullcontext()
     if hasattr(module, "set_init_weights_false") and not issubclass(CONFIG, LORA):

@@ -32,8 +32,10 @@ OUTCOMES = ("passed", "failed", "refused", "skipped")
 def run(folder: Path, peer: str, cache: Path, workers: str) -> list[reports.Case]:
     """Run the suites with one adapter."""
     environment = {"NLR_PEER": peer, "HF_HUB_CACHE": str(cache), "PYTHONPATH": str(HERE)}
-    files = [f"tests/test_{suite}.py" for suite in SUITES]  # of which one test downloads
-    return reports.run(folder, workers, ["-p", "plugin", "-k", "not from_pretrained_cache_dir", *files], environment)
+    files = [f"tests/test_{suite}.py" for suite in SUITES]
+    # One test downloads; one holds Llama 4 to 1e-6, which is not met on every processor (upstream: not under Windows).
+    chosen = "not from_pretrained_cache_dir and not (test_disable_adapter and Llama4)"
+    return reports.run(folder, workers, ["-p", "plugin", "-k", chosen, *files], environment)
 
 
 def without_numbers(message: str) -> str:
