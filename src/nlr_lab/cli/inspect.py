@@ -1,7 +1,9 @@
 """`nlr inspect MODEL`: what a model costs, layer by layer, unbuilt; --spectrum: its weights' singular values."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,41 +57,60 @@ def _print_cost(arguments: list[str]) -> None:
     options = parse(InspectOptions, arguments, command="inspect")
     if options.rank is not None and options.arm is not None:
         raise UserError("--rank is short for --arm noble:rank=...; give one of them")
-    path = Path(options.model)
-    if options.model not in RECIPES and not path.exists():
-        if "/" in options.model or path.suffix:
-            raise UserError(f"no such file or folder: {options.model}")
-        check_name(options.model)
-    if options.model in recipes_of("fit"):
-        raise UserError(f"{options.model} fits a field, whose size nlr fit and nlr compare print; inspect takes models")
+    check_described(options.model)
 
     from nlr_lab.plan.inspect import format_cost, inspect_model
-    from nlr_lab.tasks.task import AdapterSetup
     from nlr_lab.training.arms import Arm
 
     chosen = options.arm if options.rank is None else f"noble:rank={options.rank}"
     arm = None if chosen is None else Arm.parse(chosen)
     length, bf16 = options.sequence_length, options.bf16
-    if options.model in RECIPES:
-        from nlr_lab.recipes import get_recipe
-
-        recipe = get_recipe(options.model)
-        model: Any = recipe.task.build_on_meta()
-        setup = recipe.task.adapter_setup(model)
+    build, setup, recipe = find_on_meta(options.model)
+    model = build()
+    if recipe is not None:
         arm = recipe.arm if arm is None else arm
-        length = recipe.task.sequence_length if length is None else length
         bf16 = recipe.train.bf16 if bf16 is None else bf16
-    else:
-        model, setup = _from_config(path), AdapterSetup()
+    if length is None:
+        length = sequence_length(model, recipe)
     if arm is not None:
         model = arm.apply(model, setup)
-    if length is None:
-        length = min(getattr(model.config, "max_position_embeddings", None) or 1024, 1024)
     cost = inspect_model(model, length, options.batch_size, bf16=bool(bf16))
     if options.json:
         print(cost.to_json())
     else:
         print(format_cost(cost, every_layer=options.every_layer, width=table_width()))
+
+
+def check_described(name: str) -> None:
+    """Raise UserError where a name is no recipe of models, file or folder; nothing is imported for that."""
+    path = Path(name)
+    if name not in RECIPES and not path.exists():
+        if "/" in name or path.suffix:
+            raise UserError(f"no such file or folder: {name}")
+        check_name(name)
+    if name in recipes_of("fit"):
+        raise UserError(f"{name} fits a field, whose size nlr fit and nlr compare print; this command takes models")
+
+
+def find_on_meta(name: str) -> tuple[Callable[[], Any], Any, Any]:
+    """Return what builds a model on meta, its task's facts for arms, and its recipe if it has one."""
+    if name in RECIPES:
+        from nlr_lab.recipes import get_recipe
+
+        recipe = get_recipe(name)
+        build = recipe.task.build_on_meta
+        return build, recipe.task.adapter_setup(build()), recipe
+
+    from nlr_lab.tasks.task import AdapterSetup
+
+    return partial(_from_config, Path(name)), AdapterSetup(), None
+
+
+def sequence_length(model: Any, recipe: Any) -> int:
+    """Return the tokens of a sequence: the recipe's, or the model's positions up to 1024."""
+    if recipe is not None and recipe.task.sequence_length is not None:
+        return int(recipe.task.sequence_length)
+    return min(getattr(model.config, "max_position_embeddings", None) or 1024, 1024)
 
 
 def _from_config(path: Path) -> Any:
