@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from nlr_lab.compare.record import RESULTS
+from nlr_lab.runtime.storage import read_json, write_json
 from nlr_lab.scale.ladder import ARMS, SCALES
+from nlr_lab.scale.record import EVIDENCE, evidence
 from nlr_lab.scale.report import PICTURE
 from nlr_lab.scale.run import run_ladder
 from studies.study import kept_runs, one_line_errors, study_parser
@@ -55,6 +57,7 @@ def main() -> None:
     for name in (RESULTS, PICTURE):
         if (given.work / name).exists():
             shutil.copyfile(given.work / name, HERE / name)
+    write_json(EVIDENCE, evidence(read_json(HERE / RESULTS)))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ COMMANDS = {
     "compare": ("compare RECIPE", "train baselines and methods on the same batches; table, picture, report"),
     "watch": ("watch DIR", "curves, state and time to go of runs, while they run: here and on a local page"),
     "scale": ("scale", "a ladder of sizes: compare at each, fit laws, foretell the next size"),
+    "recommend": ("recommend MODEL", "which method, rank and place for a model, and what gain to expect"),
     "reproduce": ("reproduce TABLE", "a table or figure of the papers: published numbers beside ours"),
     "evaluate": ("evaluate CHECKPOINT", "perplexity, bits per byte, lm-eval tasks, MMLU, commonsense"),
     "generate": ("generate CHECKPOINT", "continue a prompt, or draw images"),

@@ -134,7 +134,7 @@ class Ladder:
     def recipe(self, rung: Rung) -> Recipe:
         """Return a rung's comparison; raise UserError for a width without a model, or too few tokens for a run."""
         task = LanguageModelTask(text=self.text, backbone=backbone(rung.width, self.embedding_std, self.dense_init))
-        size = inner_parameters(task)
+        size = inner_parameters(task.build_on_meta())
         steps = round(rung.tokens * size / (self.batch_size * self.text.sequence_length))
         if steps < _LEAST_STEPS:
             raise UserError(
@@ -176,9 +176,8 @@ def backbone(width: int, embedding_std: float, dense_init: DenseInit) -> GlmBack
     )
 
 
-def inner_parameters(task: LanguageModelTask) -> int:
-    """Return the number of parameters outside embeddings and head of the plain model."""
-    model = task.build_on_meta()
+def inner_parameters(model: Any) -> int:
+    """Return the number of parameters outside embeddings and head of a plain language model."""
     outer = {id(each.weight): each.weight for each in (model.get_input_embeddings(), model.get_output_embeddings())}
     total = sum(parameter.numel() for parameter in model.parameters())
     return int(total - sum(weight.numel() for weight in outer.values()))

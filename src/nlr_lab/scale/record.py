@@ -13,6 +13,8 @@ from nlr_lab.runtime.storage import read_json
 from .fits import Interval, Laws
 
 Record = Mapping[str, Any]
+EVIDENCE = Path(__file__).with_name("evidence.json")
+"""Of studies/ladder/results.json what `nlr recommend` reads."""
 FORWARD_AND_BACKWARD = 3
 """Times the FLOPs of a forward pass."""
 
@@ -86,6 +88,23 @@ def laws_of(rungs: Sequence[Record], arm: str, reference: str) -> Laws | None:
         return None
     compute = {name: np.array([rung["arms"][name]["compute"] for rung in both]) for name in names}
     return Laws(compute, {name: [np.array(rung["arms"][name]["losses"]) for rung in both] for name in names})
+
+
+def evidence(results: Record) -> dict[str, Any]:
+    """Return of a ladder's results what its laws and step times are made of."""
+    kept = ("rung", "width", "tokens", "n", "reference")
+    rungs = []
+    for rung in results["rungs"]:
+        arms = {
+            name: {
+                "compute": arm["compute"],
+                "losses": arm["losses"],
+                "step_time_ratio": arm["step_time_ratio"] and {"median": arm["step_time_ratio"]["median"]},
+            }
+            for name, arm in rung["arms"].items()
+        }
+        rungs.append({key: rung[key] for key in kept} | {"arms": arms})
+    return {"rungs": rungs}
 
 
 def build_record(rungs: Sequence[Record], foretold: Record, settings: Record, command: str) -> dict[str, Any]:

@@ -1,0 +1,211 @@
+"""What a ladder foretells for a model: each arm's gain by the laws, at equal tokens and in equal hours.
+
+The laws are of the loss in training FLOPs, along sizes that are trained on as many tokens a parameter. In equal hours
+the plain model is one that takes as long as the arm: FLOPs times the arm's time of a step over the plain one's, spent
+on size and tokens alike, as the law has it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from nlr_lab.tasks.task import AdapterSetup
+from nlr_lab.training.arms import Arm
+from nonlinear_lowrank.analysis.cost import ModelCost, model_cost
+from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.noble import NobleConfig
+from nonlinear_lowrank.surgery.augment import augment
+from nonlinear_lowrank.surgery.budget import parse_budget
+
+from .fits import Interval
+from .ladder import ARMS, inner_parameters
+from .record import FORWARD_AND_BACKWARD, Record, laws_of
+
+FAR = 10.0
+"""Times the FLOPs of the largest rung from which on a prediction is called an extrapolation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What a ladder says of one arm for a model."""
+
+    arm: str
+    """Its name in the ladder."""
+    text: str
+    """Its short form, as nlr compare takes it."""
+    parameters: float
+    """Parameters added, as a share of the model's."""
+    flops: float
+    """FLOPs added, as a share of the model's."""
+    step_time: float | None
+    """Time of a step over the plain model's at the largest rung."""
+    fits: bool
+    """Whether it stays within the budget."""
+    delta: Interval
+    """Loss less the plain model's, after as many tokens."""
+    hours: Interval | None
+    """The same in equal hours."""
+
+    @property
+    def gains(self) -> bool:
+        """Whether a lower loss in equal hours is foretold with an interval below zero."""
+        return self.hours is not None and self.hours.high is not None and self.hours.high < 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recommendation:
+    """What a ladder says of a model."""
+
+    size: int
+    """Parameters outside embeddings and head."""
+    tokens: float
+    compute: float
+    """Training FLOPs of the plain model."""
+    times: float
+    """These over the FLOPs of the ladder's largest rung."""
+    widths: tuple[int, ...]
+    seeds: int
+    choices: tuple[Choice, ...]
+    rank_ratio: float | None
+    """NOBLE's highest rank over the smaller width of a linear within the budget; the ladder's is 1 / 8."""
+    skipped: tuple[str, ...]
+    """Arms of which nothing can be said, and why."""
+
+    @property
+    def best(self) -> Choice | None:
+        """The arm within the budget with the lowest loss foretold in equal hours, of those that gain."""
+        gaining = [each for each in self.choices if each.fits and each.gains]
+        return min(gaining, key=lambda each: each.hours.value if each.hours else 0.0, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"best": self.best and self.best.arm}
+
+
+def recommend(
+    build: Callable[[], nn.Module],
+    rungs: Sequence[Record],
+    *,
+    setup: AdapterSetup | None = None,
+    sequence_length: int,
+    tokens: float,
+    budget: str | None = None,
+) -> Recommendation:
+    """Return what the rungs of a ladder say of a model that is trained from scratch.
+
+    Args:
+        build: makes the plain model, which is not run: on meta will do.
+        rungs: of a ladder's results.
+        setup: the task's facts, for the arms.
+        sequence_length: tokens that each token attends to.
+        tokens: of training for each parameter outside embeddings and head; the ladder must have climbed there.
+        budget: "5%" of the parameters or "5% flops"; arms above it are listed, not recommended.
+
+    Raises:
+        UserError: the ladder has fewer than two widths at so many tokens, or the budget cannot be read or met.
+    """
+    share, kind = (None, "") if budget is None else parse_budget(budget)
+    own = [rung for rung in rungs if rung["tokens"] == tokens]
+    if len({rung["width"] for rung in own}) < 2:
+        known = sorted({rung["tokens"] for rung in rungs})
+        raise UserError(
+            f"the ladder has no two widths at {tokens:g} tokens a parameter; choose --tokens among "
+            f"{', '.join(f'{each:g}' for each in known)}, or climb there with nlr scale"
+        )
+    plain = build()
+    size, base = inner_parameters(plain), model_cost(plain, sequence_length)
+    trained = tokens * size
+    compute = FORWARD_AND_BACKWARD * trained * base.flops
+    reference, last = own[0]["reference"], own[-1]
+    known_arms = {arm.name: arm for arm in map(Arm.parse, ARMS)}
+    costs: dict[str, tuple[float, float]] = {}
+    choices, skipped = [], []
+    names = dict.fromkeys(name for rung in own for name in rung["arms"] if name != reference)
+    matched_last = sorted(names, key=lambda name: name in known_arms and "match" in known_arms[name].settings)
+    for name in matched_last:
+        laws, arm = laws_of(own, name, reference), known_arms.get(name)
+        if laws is None or arm is None:
+            skipped.append(f"{name}: {'no two widths' if laws is None else 'not one of the arms of nlr scale'}")
+            continue
+        try:
+            costs[name] = _added(arm, build, setup, base, costs)
+        except UserError as error:
+            skipped.append(f"{name}: {error}")
+            continue
+        parameters, flops = costs[name]
+        against = reference, compute
+        ratio = ((last["arms"].get(name) or {}).get("step_time_ratio") or {}).get("median")
+        longer = None if ratio is None else (reference, compute * ratio)
+        spent = flops if kind == "flops" else parameters
+        choices.append(
+            Choice(
+                arm=name,
+                text=str(replace(arm, name="")),
+                parameters=parameters,
+                flops=flops,
+                step_time=ratio,
+                fits=share is None or spent <= share,
+                delta=laws.predict(name, compute * (1 + flops), against),
+                hours=longer and laws.predict(name, compute * (1 + flops), longer),
+            )
+        )
+    return Recommendation(
+        size=size,
+        tokens=trained,
+        compute=compute,
+        times=compute / max(rung["arms"][reference]["compute"] for rung in own),
+        widths=tuple(rung["width"] for rung in own),
+        seeds=min(rung["n"] for rung in own),
+        choices=tuple(choices),
+        rank_ratio=None if budget is None else _rank_ratio(build(), budget),
+        skipped=tuple(skipped),
+    )
+
+
+def _added(
+    arm: Arm,
+    build: Callable[[], nn.Module],
+    setup: AdapterSetup | None,
+    base: ModelCost,
+    costs: Mapping[str, tuple[float, float]],
+) -> tuple[float, float]:
+    """Return the parameters and the FLOPs that an arm adds, as shares of the plain model's."""
+    if (other := arm.settings.get("match")) is not None:
+        if other not in costs:
+            raise UserError(f"{other}, which it matches, is not in the ladder")
+        flops = costs[other][1]
+        return flops * base.flops / 2 / base.parameters, flops  # a weight of a linear takes 2 FLOPs a token
+    cost = model_cost(arm.apply(build(), setup), base.sequence_length)
+    return cost.parameters / base.parameters - 1, cost.flops / base.flops - 1
+
+
+def _rank_ratio(model: nn.Module, budget: str) -> float:
+    return float(augment(model, NobleConfig(), budget=budget, verbose=False).config.rank_ratio)
+
+
+def sentence(found: Recommendation, budget: str | None) -> str:
+    """Return the recommendation, and what it rests on."""
+    within = "" if budget is None else f" within {budget}"
+    n = f"widths {', '.join(map(str, found.widths))}, {found.seeds} seed{'s' if found.seeds > 1 else ''} each"
+    if (best := found.best) is None:
+        lines = [
+            f"Train it plain: no arm{within} is foretold a lower loss in equal hours with an interval below 0 ({n})."
+        ]
+    else:
+        assert best.hours is not None
+        lines = [
+            f"{best.text}: {best.hours.value:+.3f} [{best.hours.low:+.3f}, {best.hours.high:+.3f}] nats in equal hours "
+            f"are foretold ({n})."
+        ]
+    if found.times > FAR:
+        lines.append(
+            f"The model takes {found.times:.2g} times the FLOPs of the ladder's largest rung: laws are extrapolated "
+            "that far, and their intervals know nothing of a law that bends. Climb further first: nlr scale."
+        )
+    if found.rank_ratio is not None and not any(each.fits for each in found.choices if each.arm.startswith("noble")):
+        lines.append(
+            f"NOBLE at the ladder's rank, width / 8, is above the budget; noble:rank_ratio={found.rank_ratio:.3g} is "
+            "within it, and no size of that was measured."
+        )
+    return "\n".join(lines)

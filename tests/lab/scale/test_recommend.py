@@ -1,0 +1,147 @@
+"""What a ladder foretells for a model: exact laws give exact differences, in equal hours too; budgets and refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cli_helpers import refused, succeed
+from nlr_lab.recipes import get_recipe
+from nlr_lab.runtime.storage import read_json
+from nlr_lab.scale.ladder import inner_parameters
+from nlr_lab.scale.recommend import recommend, sentence
+from nlr_lab.scale.record import EVIDENCE, evidence
+from nonlinear_lowrank.analysis.cost import model_cost
+from nonlinear_lowrank.errors import UserError
+from task_helpers import byte_tokenizer, tiny_model
+
+STUDY = Path(__file__).parents[3] / "studies" / "ladder"
+LENGTH = 128
+
+
+def build():
+    return get_recipe("llm-demo").task.build_on_meta()
+
+
+def loss(compute, saving=1.0):
+    return 4 * (saving * compute / 1e12) ** -0.1
+
+
+def rungs(saving, *, step_time=1.0, noise=0.01, tokens=20.0):
+    """A ladder on which each arm needs `saving[arm]` times fewer FLOPs than plain."""
+    apart = [-noise, 0, noise]
+    return [
+        {
+            "width": width,
+            "tokens": tokens,
+            "n": 3,
+            "reference": "plain",
+            "arms": {
+                name: {
+                    "compute": compute,
+                    "losses": [loss(compute, each) + more for more in apart],
+                    "step_time_ratio": {"median": 1.0 if name == "plain" else step_time},
+                }
+                for name, each in {"plain": 1.0, **saving}.items()
+            },
+        }
+        for width, compute in ((32, 1e12), (48, 4e12), (64, 2e13))
+    ]
+
+
+def found(ladder, **more):
+    return recommend(build, ladder, sequence_length=LENGTH, **{"tokens": 20.0, **more})
+
+
+@pytest.mark.parametrize("step_time", [1.0, 1.5])
+def test_differences_are_those_of_the_laws_at_the_models_own_cost(step_time):
+    told = found(rungs({"noble": 2.0}, step_time=step_time))
+    plain = build()
+    cost, size = model_cost(plain, LENGTH), inner_parameters(plain)
+    assert (told.size, told.tokens) == (size, 20 * size)
+    assert told.compute == 3 * 20 * size * cost.flops
+    (noble,) = told.choices
+    mine = told.compute * (1 + noble.flops)
+    assert noble.delta.value == pytest.approx(loss(mine, 2) - loss(told.compute), abs=0.01)
+    assert noble.hours.value == pytest.approx(loss(mine, 2) - loss(step_time * told.compute), abs=0.01)
+    assert noble.text == "noble:rank_ratio=0.125"
+    assert noble.parameters == pytest.approx(0.118, abs=0.001)
+
+
+def test_what_gains_in_steps_and_loses_in_hours_is_not_recommended():
+    fast, slow = (found(rungs({"noble": 2.0}, step_time=each)) for each in (1.0, 4.0))
+    assert fast.best.arm == "noble"
+    assert "noble:rank_ratio=0.125: -" in sentence(fast, None)
+    assert slow.best is None
+    assert slow.choices[0].delta.high < 0 < slow.choices[0].hours.low
+    assert sentence(slow, None).startswith("Train it plain")
+
+
+def test_the_lowest_loss_within_the_budget_is_recommended():
+    ladder = rungs({"noble": 4.0, "cola": 2.0})
+    assert found(ladder).best.arm == "noble"
+    told = found(ladder, budget="5% flops")
+    assert told.best.arm == "cola"
+    assert [each.fits for each in told.choices] == [False, True]
+    assert f"rank_ratio={told.rank_ratio:.3g}" in sentence(told, "5% flops")
+
+
+def test_a_matched_control_costs_what_its_arm_does():
+    told = found(rungs({"wide": 1.0, "noble": 2.0}))
+    noble, wide = told.choices
+    assert (wide.arm, wide.flops) == ("wide", noble.flops)
+    assert wide.parameters == pytest.approx(noble.parameters, rel=0.05)
+
+
+def test_far_sizes_unknown_arms_and_single_seeds_are_said():
+    near = found(rungs({"noble": 2.0}))
+    assert near.times < 10
+    assert "extrapolated" not in sentence(near, None)
+    told = recommend(get_recipe("llm-base").task.build_on_meta, rungs({"mine": 2.0}), sequence_length=1024, tokens=20.0)
+    assert told.skipped == ("mine: not one of the arms of nlr scale",)
+    assert "extrapolated" in sentence(told, None)
+
+
+def test_a_ladder_that_was_not_climbed_there_is_refused():
+    with pytest.raises(UserError, match=r"no two widths at 5 tokens .* among 20, or climb"):
+        found(rungs({"noble": 2.0}), tokens=5.0)
+
+
+def test_the_packaged_ladder_is_the_studys():
+    assert read_json(EVIDENCE) == evidence(read_json(STUDY / "results.json"))
+
+
+def test_command_of_a_recipe(capsys):
+    out = succeed(capsys, "recommend", "llm-demo", "--budget", "5%")
+    assert "791,680 parameters outside embeddings" in out
+    assert "above the budget" in out
+    told = json.loads(succeed(capsys, "recommend", "llm-demo", "--json"))
+    assert {each["arm"] for each in told["choices"]} == {"noble", "noble-muon", "cola", "wide"}
+
+
+def test_command_of_a_trained_model_and_a_ladder_of_ones_own(capsys, tmp_path):
+    tokenizer = byte_tokenizer()
+    tiny_model(tokenizer, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text").write_text("A text of some length. " * 100)
+    (tmp_path / "ladder.json").write_text(json.dumps({"rungs": rungs({"noble": 2.0})}))
+    arguments = ["--ladder", tmp_path / "ladder.json", "--source", tmp_path / "text", "--percentile", 50]
+    out = succeed(capsys, "recommend", tmp_path / "model", *arguments, "--sequence-length", 16)
+    assert "noble:rank_ratio=0.125" in out
+    assert "linears score highest" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["image-demo"], "fits a field"),
+        (["lm-demo"], "unknown recipe"),
+        (["llm-demo", "--ladder", "nowhere"], "no ladder in nowhere"),
+        (["llm-demo", "--budget", "much"], "write '5%'"),
+        (["llm-demo", "--tokens", "7"], "choose --tokens among 20"),
+        (["llm-demo", "--source", "nowhere.txt"], "no such file"),
+    ],
+)
+def test_wrong_input_is_refused_in_one_line(capsys, arguments, message):
+    assert message in refused(capsys, "recommend", *arguments)
