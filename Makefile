@@ -117,10 +117,11 @@ demo: $(STAMP)
 # What `make test` and `make test-peers` install beside the environment; `make -j2 lint parts` does it meanwhile.
 parts: $(QUANTIZED)/.installed $(KERNELS)/.installed $(TORCHTITAN)/.installed $(PEFT)/.installed $(TRANSFORMERS)/.installed
 
-# One thread a process: more would fight over the cores, and make the slow tests slower.
+# One thread a process: more would fight over the cores, and make the slow tests slower. A file stays in a process, so
+# that its fixtures are made once.
 # The kernels run in triton's interpreter, and then are compiled: a process does one or the other.
 test: $(STAMP) $(QUANTIZED)/.installed $(KERNELS)/.installed $(TORCHTITAN)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
 		-m "not slow and not gpu and not quantized and not kernels and not torchtitan" --durations=10
 	PYTHONPATH=$(QUANTIZED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "quantized and not slow and not gpu"
 	PYTHONPATH=$(KERNELS) TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \

@@ -64,7 +64,9 @@ def test_every_row_maps_to_an_arm_a_measure_or_a_reason(name, scale):
     assert measured or columns | {"avg"} >= {*table.columns}
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(
+    "scale", [pytest.param(scale, marks=pytest.mark.slow) if scale == "small" else scale for scale in SCALES]
+)
 @pytest.mark.parametrize("name", HOMES)
 def test_arms_fit_their_models_on_meta(name, scale):
     for trial in TABLES[name].trials(scale):

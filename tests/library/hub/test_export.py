@@ -30,17 +30,24 @@ def exported(row, name, **options):
     return torch.export.export(Logits(model), (), kwargs=inputs, **options), inputs, expected
 
 
-# Strict export traces with dynamo, which takes twice as long: there one family a row.
-STRICT = [case for place, case in enumerate(CASES) if case[0] not in {row for row, _ in CASES[:place]}]
+FIRST = [case for place, case in enumerate(CASES) if case[0] not in {row for row, _ in CASES[:place]}]
+EXPERTS = [("noble", "mixtral"), ("sine", "mixtral"), ("rational", "mixtral")]
+# Quick are one family a row, and all of NOBLE's; of strict export, which traces with dynamo, one row a method.
+QUICK = {*FIRST, *EXPERTS, *(case for case in CASES if case[0] == "noble")}
+QUICK_STRICT = {("noble", "mixtral"), *(case for case in FIRST if case[0] in ("noble", "sine", "rational", "query"))}
 
 
-@pytest.mark.parametrize(("row", "name"), CASES)
+def marked(cases, quick):
+    return [case if case in quick else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize(("row", "name"), marked(CASES, QUICK))
 def test_programs_are_torchs_and_compute_the_same(row, name):
     check(*exported(row, name))
 
 
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")  # transformers' own
-@pytest.mark.parametrize(("row", "name"), [*STRICT, ("noble", "mixtral"), ("sine", "mixtral"), ("rational", "mixtral")])
+@pytest.mark.parametrize(("row", "name"), marked([*FIRST, *EXPERTS], QUICK_STRICT))
 def test_strict_programs_are_torchs_and_compute_the_same(row, name):
     check(*exported(row, name, strict=True))
 
