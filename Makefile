@@ -20,6 +20,7 @@ KERNELS := $(VENV)/kernels
 DEEPSPEED := $(VENV)/deepspeed
 TORCHTITAN := $(VENV)/torchtitan
 ONNX := $(VENV)/onnx
+TRACKERS := $(VENV)/trackers
 PEFT := $(VENV)/peers/peft
 TRANSFORMERS := $(VENV)/peers/transformers
 # Keyed to the content, not the time: a fresh checkout has new times and the same content.
@@ -41,7 +42,7 @@ DEMO_TUNING := --rows 60 --max-length 96 --eval-rows 4 --batch-size 1 --epochs N
 DEMO_END := FNR == 1 { said = rows = 0; print "\n" substr($$0, 3) } /^- / && !said++ { print substr($$0, 3) } \
 	/^\#\# Every run/ { rows = 0; print "" } /^\|/ && rows >= 0 { rows = 1; print } !/^\|/ && rows > 0 { rows = -1 }
 
-.PHONY: help setup demo parts test test-peers peers fuzz test-deepspeed test-onnx test-all lint format figures docs lock clean
+.PHONY: help setup demo parts test test-peers peers fuzz test-deepspeed test-onnx test-trackers test-all lint format figures docs lock clean
 
 help:
 	@sed -n '1,8s/^# //p' Makefile
@@ -99,6 +100,10 @@ $(ONNX)/.installed: $(STAMP) requirements-onnx.lock
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(ONNX) -r requirements-onnx.lock
 	@touch $@
 
+$(TRACKERS)/.installed: $(STAMP) requirements-trackers.lock
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(TRACKERS) -r requirements-trackers.lock
+	@touch $@
+
 # Ctrl-C leaves the same end, of what has finished.
 demo: $(STAMP)
 	@end() { \
@@ -114,8 +119,9 @@ demo: $(STAMP)
 			echo "SmolLM2 was not compared"; \
 	fi
 
-# What `make test` and `make test-peers` install beside the environment; `make -j2 lint parts` does it meanwhile.
-parts: $(QUANTIZED)/.installed $(KERNELS)/.installed $(TORCHTITAN)/.installed $(PEFT)/.installed $(TRANSFORMERS)/.installed
+# What `make test`, `make test-peers` and `make test-trackers` install beside the environment; `make -j2 lint parts` does it meanwhile.
+parts: $(QUANTIZED)/.installed $(KERNELS)/.installed $(TORCHTITAN)/.installed $(PEFT)/.installed $(TRANSFORMERS)/.installed \
+	$(TRACKERS)/.installed
 
 # One thread a process: more would fight over the cores, and make the slow tests slower. A file stays in a process, so
 # that its fixtures are made once.
@@ -151,6 +157,9 @@ peers: $(PEFT)/.installed $(TRANSFORMERS)/.installed
 
 test-deepspeed: $(DEEPSPEED)/.installed
 	PYTHONPATH=$(DEEPSPEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/lab/training/test_deepspeed.py
+
+test-trackers: $(TRACKERS)/.installed
+	PYTHONPATH=$(TRACKERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/lab/training/test_trackers.py
 
 test-onnx: $(ONNX)/.installed
 	PYTHONPATH=$(ONNX) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -k onnx tests/library/hub/test_export.py
