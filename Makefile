@@ -119,7 +119,8 @@ demo: $(STAMP)
 			echo "SmolLM2 was not compared"; \
 	fi
 
-# What `make test`, `make test-peers` and `make test-trackers` install beside the environment; `make -j2 lint parts` does it meanwhile.
+# What `make test`, `make test-peers` and `make test-trackers` install beside the environment; `make -j2 lint parts`
+# does it meanwhile.
 parts: $(QUANTIZED)/.installed $(KERNELS)/.installed $(TORCHTITAN)/.installed $(PEFT)/.installed $(TRANSFORMERS)/.installed \
 	$(TRACKERS)/.installed
 

@@ -20,7 +20,7 @@ _ROWS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class RecommendOptions:
-    """What a ladder of sizes foretells for training a model from scratch: each arm's gain, within a budget.
+    """Predict, by a ladder of sizes, each arm's gain for a language model trained from scratch, within a budget.
 
     The model is not built. The ladder is this repository's (studies/ladder), or your own: nlr scale --out OUT.
     """
@@ -34,19 +34,15 @@ class RecommendOptions:
     ladder: str | None = None
     """A folder of nlr scale, or its results.json; default: the ladder of this repository."""
     source: str | None = None
-    """Text on which the linears of a trained language model are scored, to say where branches matter most."""
-    percentile: float = 70.0
-    """Linears whose score is at or above this percentile of all are named."""
+    """Text on which a trained model's linears are scored: the highest three tenths are named."""
     sequence_length: int | None = None
     """Tokens of a sequence; default: the recipe's, or the model's positions up to 1024."""
-    device: str = ""
-    """Device that scores linears; default: the GPU if there is one."""
     json: FlagCreatePairsOff[bool] = False
     """Print JSON instead of the table."""
 
 
 def run_recommend(arguments: list[str]) -> None:
-    """Print what is foretold for every arm, and one recommendation."""
+    """Print a prediction for every arm, and one recommendation."""
     options = parse(RecommendOptions, arguments, command="recommend")
     check_described(options.model)
     if options.sequence_length is not None:
@@ -60,18 +56,21 @@ def run_recommend(arguments: list[str]) -> None:
     rungs = _rungs(options.ladder)
 
     from nlr_lab.scale.recommend import recommend, sentence
+    from nlr_lab.tasks.text.language_model import LanguageModelTask, OptLanguageModelTask
 
-    build, setup, recipe = find_on_meta(options.model)
+    build, _, recipe = find_on_meta(options.model)
+    if recipe is not None and not isinstance(recipe.task, LanguageModelTask | OptLanguageModelTask):
+        raise UserError(f"{options.model} trains no causal language model on text, which is what a ladder is of")
     length = options.sequence_length or sequence_length(build(), recipe)
-    found = recommend(build, rungs, setup=setup, sequence_length=length, tokens=options.tokens, budget=options.budget)
+    found = recommend(build, rungs, sequence_length=length, tokens=options.tokens, budget=options.budget)
     where = [] if options.source is None else _where(folder, options, min(length, 512))
     if options.json:
         print(json.dumps(found.to_json() | {"where": where}, indent=1))
         return
     print(_table(found))
-    print("\n".join(["", *(f"left out: {each}" for each in found.skipped), sentence(found, options.budget)]))
+    print("\n".join(["", *(f"skipped {each}" for each in found.skipped), sentence(found, options.budget)]))
     if where:
-        print(f"where: {len(where)} linears score highest on {options.source}: {_folded(where)}; select= takes names")
+        print(f"where: {len(where)} linears score highest on {options.source}: {_folded(where)}; --json names them")
 
 
 def _rungs(ladder: str | None) -> list[dict[str, Any]]:
@@ -116,7 +115,7 @@ def _where(folder: Path, options: RecommendOptions, length: int) -> list[str]:
 
     from .checkpoint import open_language_model, open_tokenizer
 
-    model, tokenizer = open_language_model(folder, options.device), open_tokenizer(folder)
+    model, tokenizer = open_language_model(folder, ""), open_tokenizer(folder)
     text = Path(str(options.source)).read_text(encoding="utf-8")
     wanted = _BATCHES * _ROWS * length
     ids = tokenizer(text[: 40 * wanted], return_tensors="pt", verbose=False)["input_ids"][0][:wanted]
@@ -124,7 +123,7 @@ def _where(folder: Path, options: RecommendOptions, length: int) -> list[str]:
     if not len(rows):
         raise UserError(f"{options.source} has {len(ids)} tokens, fewer than one sequence of {length}")
     batches = [{"input_ids": batch, "labels": batch} for batch in rows.split(_ROWS)]
-    return select_layers(layer_importance(model, batches), options.percentile)
+    return select_layers(layer_importance(model, batches))
 
 
 def _folded(names: list[str]) -> str:

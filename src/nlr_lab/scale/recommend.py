@@ -1,4 +1,4 @@
-"""What a ladder foretells for a model: each arm's gain by the laws, at equal tokens and in equal hours.
+"""Prediction of each arm's gain for a model by the laws of a ladder, at equal tokens and in equal hours.
 
 The laws are of the loss in training FLOPs, along sizes that are trained on as many tokens a parameter. In equal hours
 the plain model is one that takes as long as the arm: FLOPs times the arm's time of a step over the plain one's, spent
@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from nlr_lab.tasks.task import AdapterSetup
 from nlr_lab.training.arms import Arm
 from nonlinear_lowrank.analysis.cost import ModelCost, model_cost
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.base import method_of_layer
 from nonlinear_lowrank.methods.noble import NobleConfig
 from nonlinear_lowrank.surgery.augment import augment
 from nonlinear_lowrank.surgery.budget import parse_budget
@@ -29,7 +29,7 @@ FAR = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What a ladder says of one arm for a model."""
+    """Predicted gain and cost of one arm."""
 
     arm: str
     """Its name in the ladder."""
@@ -42,7 +42,7 @@ class Choice:
     step_time: float | None
     """Time of a step over the plain model's at the largest rung."""
     fits: bool
-    """Whether it stays within the budget."""
+    """True within the budget, or without one."""
     delta: Interval
     """Loss less the plain model's, after as many tokens."""
     hours: Interval | None
@@ -50,13 +50,13 @@ class Choice:
 
     @property
     def gains(self) -> bool:
-        """Whether a lower loss in equal hours is foretold with an interval below zero."""
+        """True where the interval of the loss in equal hours lies below zero."""
         return self.hours is not None and self.hours.high is not None and self.hours.high < 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """What a ladder says of a model."""
+    """Predictions for a model, and what they rest on."""
 
     size: int
     """Parameters outside embeddings and head."""
@@ -69,13 +69,13 @@ class Recommendation:
     seeds: int
     choices: tuple[Choice, ...]
     rank_ratio: float | None
-    """NOBLE's highest rank over the smaller width of a linear within the budget; the ladder's is 1 / 8."""
+    """Highest rank of NOBLE within the budget, over a linear's smaller width, where the ladder's 1 / 8 is above it."""
     skipped: tuple[str, ...]
-    """Arms of which nothing can be said, and why."""
+    """Arms without a prediction, with the reason."""
 
     @property
     def best(self) -> Choice | None:
-        """The arm within the budget with the lowest loss foretold in equal hours, of those that gain."""
+        """The arm within the budget that gains most in equal hours; None if none does."""
         gaining = [each for each in self.choices if each.fits and each.gains]
         return min(gaining, key=lambda each: each.hours.value if each.hours else 0.0, default=None)
 
@@ -84,26 +84,25 @@ class Recommendation:
 
 
 def recommend(
-    build: Callable[[], nn.Module],
+    build: Callable[[], Any],
     rungs: Sequence[Record],
     *,
-    setup: AdapterSetup | None = None,
     sequence_length: int,
     tokens: float,
     budget: str | None = None,
 ) -> Recommendation:
-    """Return what the rungs of a ladder say of a model that is trained from scratch.
+    """Return predictions for a causal language model that is trained from scratch.
 
     Args:
         build: makes the plain model, which is not run: on meta will do.
         rungs: of a ladder's results.
-        setup: the task's facts, for the arms.
         sequence_length: tokens that each token attends to.
         tokens: of training for each parameter outside embeddings and head; the ladder must have climbed there.
         budget: "5%" of the parameters or "5% flops"; arms above it are listed, not recommended.
 
     Raises:
-        UserError: the ladder has fewer than two widths at so many tokens, or the budget cannot be read or met.
+        UserError: the ladder has fewer than two widths at so many tokens, the model is no plain causal language
+            model, or the budget cannot be read, or met by NOBLE of rank 1.
     """
     share, kind = (None, "") if budget is None else parse_budget(budget)
     own = [rung for rung in rungs if rung["tokens"] == tokens]
@@ -114,6 +113,7 @@ def recommend(
             f"{', '.join(f'{each:g}' for each in known)}, or climb there with nlr scale"
         )
     plain = build()
+    _check(plain)
     size, base = inner_parameters(plain), model_cost(plain, sequence_length)
     trained = tokens * size
     compute = FORWARD_AND_BACKWARD * trained * base.flops
@@ -129,7 +129,7 @@ def recommend(
             skipped.append(f"{name}: {'no two widths' if laws is None else 'not one of the arms of nlr scale'}")
             continue
         try:
-            costs[name] = _added(arm, build, setup, base, costs)
+            costs[name] = _added(arm, build, base, costs)
         except UserError as error:
             skipped.append(f"{name}: {error}")
             continue
@@ -150,6 +150,7 @@ def recommend(
                 hours=longer and laws.predict(name, compute * (1 + flops), longer),
             )
         )
+    above = any(each.arm.startswith("noble") and not each.fits for each in choices)
     return Recommendation(
         size=size,
         tokens=trained,
@@ -158,15 +159,22 @@ def recommend(
         widths=tuple(rung["width"] for rung in own),
         seeds=min(rung["n"] for rung in own),
         choices=tuple(choices),
-        rank_ratio=None if budget is None else _rank_ratio(build(), budget),
+        rank_ratio=_rank_ratio(build(), budget) if budget is not None and above else None,
         skipped=tuple(skipped),
     )
 
 
+def _check(model: Any) -> None:
+    """Raise UserError where a model is not of the ladder's kind."""
+    if not getattr(model, "can_generate", lambda: False)() or model.config.is_encoder_decoder:
+        raise UserError(f"a ladder is of causal language models, and a {type(model).__name__} is none; choose another")
+    if any(method_of_layer(each) for each in model.modules()):
+        raise UserError(f"this {type(model).__name__} has been augmented already; give the plain model")
+
+
 def _added(
     arm: Arm,
-    build: Callable[[], nn.Module],
-    setup: AdapterSetup | None,
+    build: Callable[[], Any],
     base: ModelCost,
     costs: Mapping[str, tuple[float, float]],
 ) -> tuple[float, float]:
@@ -176,7 +184,7 @@ def _added(
             raise UserError(f"{other}, which it matches, is not in the ladder")
         flops = costs[other][1]
         return flops * base.flops / 2 / base.parameters, flops  # a weight of a linear takes 2 FLOPs a token
-    cost = model_cost(arm.apply(build(), setup), base.sequence_length)
+    cost = model_cost(arm.apply(build()), base.sequence_length)
     return cost.parameters / base.parameters - 1, cost.flops / base.flops - 1
 
 
@@ -196,14 +204,14 @@ def sentence(found: Recommendation, budget: str | None) -> str:
         assert best.hours is not None
         lines = [
             f"{best.text}: {best.hours.value:+.3f} [{best.hours.low:+.3f}, {best.hours.high:+.3f}] nats in equal hours "
-            f"are foretold ({n})."
+            f"are predicted ({n})."
         ]
     if found.times > FAR:
         lines.append(
             f"The model takes {found.times:.2g} times the FLOPs of the ladder's largest rung: laws are extrapolated "
             "that far, and their intervals know nothing of a law that bends. Climb further first: nlr scale."
         )
-    if found.rank_ratio is not None and not any(each.fits for each in found.choices if each.arm.startswith("noble")):
+    if found.rank_ratio is not None:
         lines.append(
             f"NOBLE at the ladder's rank, width / 8, is above the budget; noble:rank_ratio={found.rank_ratio:.3g} is "
             "within it, and no size of that was measured."

@@ -14,7 +14,7 @@ from .fits import Interval, Laws
 
 Record = Mapping[str, Any]
 EVIDENCE = Path(__file__).with_name("evidence.json")
-"""Of studies/ladder/results.json what `nlr recommend` reads."""
+"""Part of studies/ladder/results.json that `nlr recommend` reads."""
 FORWARD_AND_BACKWARD = 3
 """Times the FLOPs of a forward pass."""
 
@@ -91,7 +91,7 @@ def laws_of(rungs: Sequence[Record], arm: str, reference: str) -> Laws | None:
 
 
 def evidence(results: Record) -> dict[str, Any]:
-    """Return of a ladder's results what its laws and step times are made of."""
+    """Return the losses, FLOPs and step times of a ladder's results."""
     kept = ("rung", "width", "tokens", "n", "reference")
     rungs = []
     for rung in results["rungs"]:

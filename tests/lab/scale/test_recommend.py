@@ -1,4 +1,4 @@
-"""What a ladder foretells for a model: exact laws give exact differences, in equal hours too; budgets and refusals."""
+"""Predictions by a ladder: exact laws give exact differences, in equal hours too; budgets and refusals."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import nonlinear_lowrank as nlr
 from cli_helpers import refused, succeed
 from nlr_lab.recipes import get_recipe
 from nlr_lab.runtime.storage import read_json
@@ -108,6 +109,18 @@ def test_a_ladder_that_was_not_climbed_there_is_refused():
         found(rungs({"noble": 2.0}), tokens=5.0)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: model.model, "none; choose"),
+        (lambda model: nlr.augment(model, nlr.NobleConfig(rank=4), verbose=False) and model, "augmented already"),
+    ],
+)
+def test_models_of_another_kind_are_refused(change, message):
+    with pytest.raises(UserError, match=message):
+        recommend(lambda: change(build()), rungs({"noble": 2.0}), sequence_length=LENGTH, tokens=20.0)
+
+
 def test_the_packaged_ladder_is_the_studys():
     assert read_json(EVIDENCE) == evidence(read_json(STUDY / "results.json"))
 
@@ -126,7 +139,7 @@ def test_command_of_a_trained_model_and_a_ladder_of_ones_own(capsys, tmp_path):
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "text").write_text("A text of some length. " * 100)
     (tmp_path / "ladder.json").write_text(json.dumps({"rungs": rungs({"noble": 2.0})}))
-    arguments = ["--ladder", tmp_path / "ladder.json", "--source", tmp_path / "text", "--percentile", 50]
+    arguments = ["--ladder", tmp_path / "ladder.json", "--source", tmp_path / "text"]
     out = succeed(capsys, "recommend", tmp_path / "model", *arguments, "--sequence-length", 16)
     assert "noble:rank_ratio=0.125" in out
     assert "linears score highest" in out
@@ -138,6 +151,10 @@ def test_command_of_a_trained_model_and_a_ladder_of_ones_own(capsys, tmp_path):
         (["image-demo"], "fits a field"),
         (["lm-demo"], "unknown recipe"),
         (["llm-demo", "--ladder", "nowhere"], "no ladder in nowhere"),
+        (["vit-demo"], "trains no causal language model"),
+        (["glue-minilm"], "trains no causal language model"),
+        (["mlm-demo"], "trains no causal language model"),
+        (["instruct-smollm2"], "trains no causal language model"),
         (["llm-demo", "--budget", "much"], "write '5%'"),
         (["llm-demo", "--tokens", "7"], "choose --tokens among 20"),
         (["llm-demo", "--source", "nowhere.txt"], "no such file"),
