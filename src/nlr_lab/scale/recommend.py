@@ -198,7 +198,7 @@ def sentence(found: Recommendation, budget: str | None) -> str:
     n = f"widths {', '.join(map(str, found.widths))}, {found.seeds} seed{'s' if found.seeds > 1 else ''} each"
     if (best := found.best) is None:
         lines = [
-            f"Train it plain: no arm{within} is foretold a lower loss in equal hours with an interval below 0 ({n})."
+            f"Train it plain: no arm{within} has a lower loss predicted in equal hours with an interval below 0 ({n})."
         ]
     else:
         assert best.hours is not None
