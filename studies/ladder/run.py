@@ -1,6 +1,6 @@
 """A ladder of sizes on English novels: does a lead at one width last at the next?
 
-    python -m studies.ladder.run DATA [--stage first|lowest|third|fourth|top|lengths] [--seeds 3] [--work FOLDER]
+    python -m studies.ladder.run DATA [--stage first|second|lowest|third|fourth|top|lengths] [--seeds 3] [--work FOLDER]
 
 DATA holds ELTeC's English novels as `train.txt.xz` and `valid.txt.xz`. Every stage continues where it was interrupted,
 and all of them share one folder: what smaller rungs foretell is written there before a larger one is run. What the
@@ -8,6 +8,7 @@ folder has is copied beside this file: results.json, ladder.png, and runs.tar.xz
 which a new folder begins with. Stages, in this order:
 
     first     widths 32 and 48, 20 tokens a parameter: plain, wide, NOBLE, NOBLE with Muon, CoLA; learning rates tuned
+    second    width 64: the arms of `first`
     lowest    widths 32, 48 and 64, all arms
     third     width 96, all arms
     fourth    width 128: the arms of `first`
@@ -34,6 +35,7 @@ HERE = Path(__file__).parent
 FEW = tuple(arm for arm in ARMS if arm.rpartition("name=")[2] in ("plain", "wide", "noble", "noble-muon", "cola"))
 STAGES: dict[str, dict[str, Any]] = {
     "first": {"widths": (32, 48), "arms": FEW, "next_width": 64},
+    "second": {"widths": (64,), "arms": FEW, "next_width": 96},
     "lowest": {"widths": (32, 48, 64)},
     "third": {"widths": (96,), "next_width": 128},
     "fourth": {"widths": (128,), "arms": FEW},
