@@ -69,12 +69,12 @@ def run_convert(arguments: list[str]) -> None:
         method: str = name
         """The method that is added, one that keeps the weights; the options below are its own."""
 
-    description = f"Put {name} into a trained checkpoint, whose weights stay."
+    description = f"Put {name} into a trained checkpoint, which starts at its weights, or factors fitted to them."
     options: Any = parse(Options, arguments, command="convert", description=description)
     if getattr(options, "rank_ratio", None) is not None and options.rank != config_class.rank:
         raise UserError("--rank-ratio takes the place of --rank; give one of them")
-    if getattr(options, "init", None) == "scratch":
-        raise UserError("--init scratch draws the weights anew, which convert keeps; omit it")
+    if getattr(options, "init", None) in ("scratch", "kaiming_zero"):
+        raise UserError(f"--init {options.init} draws the weights anew, which convert keeps; omit it")
     folder = find_model(options.input)
 
     from nonlinear_lowrank.hub import convert

@@ -107,10 +107,21 @@ def _methods(config: Mapping[str, Any], adapter: Mapping[str, Any]) -> dict[str,
     if adapter:
         given = {name: value for name, value in adapter.items() if name not in _NOT_SETTINGS and value is not False}
         found[str(adapter.get("peft_type"))] = {k: v for k, v in given.items() if v not in (None, {}, [], "")}
+    alike: dict[str, list[Mapping[str, Any]]] = {}  # but for numbers, as gains that were fitted to each layer
     for entry in config.get(FIELD) or []:
-        named = entry["method"] if entry["method"] not in found else f"{entry['method']} ({len(found) + 1})"
-        found[named] = {**entry["config"], "layers": len(entry["modules"])}
+        kind = {name: "" if isinstance(value, float) else value for name, value in entry["config"].items()}
+        alike.setdefault(f"{entry['method']} {kind}", []).append(entry)
+    for entries in alike.values():
+        name, configs = entries[0]["method"], [entry["config"] for entry in entries]
+        settings = {key: _range([each[key] for each in configs]) for key in configs[0]}
+        layers = sum(len(entry["modules"]) for entry in entries)
+        found[name if name not in found else f"{name} ({len(found) + 1})"] = {**settings, "layers": layers}
     return found
+
+
+def _range(values: Sequence[Any]) -> Any:
+    """Return the value that all are, or the first and last of numbers that differ."""
+    return values[0] if all(each == values[0] for each in values) else f"{min(values):.6g} to {max(values):.6g}"
 
 
 def _limits(folder: Path, config: Mapping[str, Any], adapter: Mapping[str, Any]) -> list[str]:

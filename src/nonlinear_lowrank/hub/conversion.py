@@ -1,6 +1,7 @@
 """Up-cycling: a plain checkpoint becomes an augmented one that starts from its weights.
 
-The dense weights are kept. NOBLE: with up_init="zero" the up projections start at zero, so the outputs are bit-equal;
+Sine low-rank weights are fitted to the dense ones, which makes the checkpoint smaller and moves the outputs; all else
+keeps them. NOBLE: with up_init="zero" the up projections start at zero, so the outputs are bit-equal;
 with "paper" they are drawn as from scratch, N(0, (up_scale / sqrt(r))^2), which shifts the outputs. Rational
 activations: bit-equal with anchor="exact", else the outputs move by the error of the fit. In every case the difference
 is measured, between the input folder's model and the one that is loaded again from what was written.
@@ -77,7 +78,7 @@ def convert(
     overwrite: bool = False,
     **load: Any,
 ) -> ConvertReport:
-    """Put a method's layers into a plain checkpoint and keep its dense weights.
+    """Put a method's layers into a plain checkpoint, and keep what it was trained to.
 
     The output is written beside its place and renamed when it is whole, measured, and loadable.
 
@@ -85,7 +86,8 @@ def convert(
         input_dir: a plain model as save_pretrained writes it, safetensors only.
         output_dir: new or empty, unless overwrite.
         config: a method's config that keeps weights, `NobleConfig(rank=64)`, whose `init` is set to "pretrained",
-            `RationalConfig(groups=8)`, or `NonlinearQueryConfig()`, whose `residual` is set to "linear".
+            `RationalConfig(groups=8)`, `NonlinearQueryConfig()`, whose `residual` is set to "linear", or
+            `SineLowRankConfig(rank=64)`, whose `init` is set to "fit".
         up_init: "zero" for equal outputs, "paper" for the up projections of a model from scratch; NOBLE's alone.
         include: as in `augment`.
         exclude: as in `augment`.
@@ -101,7 +103,8 @@ def convert(
     method = known_method(config)
     if method.wraps or (method.replaces_weights and not method.keeps_weights_by):
         raise UserError(
-            f"{method.name} discards trained weights; use NobleConfig, RationalConfig or NonlinearQueryConfig"
+            f"{method.name} discards trained weights; use NobleConfig, RationalConfig, NonlinearQueryConfig or "
+            "SineLowRankConfig"
         )
     config = method.converted(config)
     if up_init == "paper" and not method.draws_up:
@@ -133,12 +136,12 @@ def convert(
         write_card(
             folder,
             title=f"{shown_name(str(source))} with {what}",
-            summary=f"A trained plain checkpoint with {what}, its dense weights kept; not trained further.",
+            summary=f"A trained plain checkpoint with {what}; not trained further.",
             command="nlr convert IN OUT",
             base=str(source),
             sections={
-                "Results": f"{report.parameters_added:,} parameters were added{start}. {measured} before and after, on "
-                f"random inputs, one measurement (n = 1): {converted.verdict}."
+                "Results": f"Parameters {report.parameters_added:+,}{start}. {measured} before and after, on random "
+                f"inputs, one measurement (n = 1): {converted.verdict}."
             },
         )
     return converted

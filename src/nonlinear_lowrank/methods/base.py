@@ -9,7 +9,7 @@ import functools
 import importlib
 import importlib.metadata
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakSet
@@ -210,9 +210,13 @@ class Method:
         """Return the config with an init that is left open chosen for a trained model, or a new one."""
         return config
 
-    def settings(self, config: Any) -> list[str]:
-        """Return the settings that the report shows beside the method's name."""
+    def settings(self, config: Any, layers: Collection[nn.Module]) -> list[str]:
+        """Return what the report shows beside the method's name of the settings, and of the new layers."""
         return []
+
+    def saved_config(self, layer: nn.Module, config: Any) -> Any:
+        """Return the config of one layer as it is saved: with what only building the layer could tell."""
+        return config
 
     def complete(self, model: nn.Module, config: Any, names: list[str]) -> Any:
         """Return the config with what it leaves open taken from the model and the chosen names."""

@@ -106,7 +106,6 @@ def augment(
             modules = {name: model.get_submodule(name) for name in names}
             config = config_within(budget, method, config, modules, report.parameters_before, report.flops_before)
         config = report.config = method.complete(model, config, names)
-        report.settings = method.settings(config)
         configs = {name: config if found is None else found.targets[name].config for name in names}
         for name in names:
             _check(name, model, method, configs[name])
@@ -119,6 +118,8 @@ def augment(
         if found is not None and (device := found.targets[name].device) is not None:
             layer.to(device)
         layer.reset_parameters()  # type: ignore[operator]
+    configs = {name: method.saved_config(layers[name], each) for name, each in configs.items()}
+    report.settings = method.settings(config, layers.values())
     report.swapped = names
     report.details = {name: f"stays whole: {why}" for name, why in whole.items() if name in layers}
     if found is not None:

@@ -32,7 +32,7 @@ bitsandbytes, peft's LoRA) takes it and leaves the branch alone. In files its te
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -286,7 +286,7 @@ class NobleMethod(Method):
             return config
         return replace(config, own_init=own_inits(model, names) if isinstance(model, PreTrainedModel) else ())
 
-    def settings(self, config: Any) -> list[str]:
+    def settings(self, config: Any, layers: Collection[nn.Module]) -> list[str]:
         found = [f"init: {config.init}" + f", but for {', '.join(config.own_init or ())}" * bool(config.own_init)]
         if config.share_down != "none":
             found.append(f"one down projection for each {config.share_down}")

@@ -13,7 +13,8 @@ factors themselves: U has k inputs and V has n.
 
 a is sqrt(5) ("kaiming_sqrt5", nn.Linear's own: entries of U V then have standard deviation 1 / (3 sqrt(n))) or 0
 ("kaiming_zero": 2 / sqrt(n), six times as much). The paper says Kaiming and no more; the choice moves every result
-as much as omega does, so comparisons tune it for each arm.
+as much as omega does, so comparisons tune it for each arm. With init="fit" the factors are fitted to the plain linear's
+weight, the bias stays, and each layer has a g of its own (`fit`): that compresses a trained model.
 
 omega and g are never learned. Where they are not given:
 
@@ -25,13 +26,15 @@ omega and g are never learned. Where they are not given:
 The second row is plain low rank, equation (2), and its half-wave.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
+from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import AdapterArm, Method, Role, register
@@ -41,6 +44,7 @@ from nonlinear_lowrank.ops.precision import kept_float32
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number
 
 from .experts import SineExperts
+from .fit import fit_factors
 from .op import WEIGHT_ACTIVATIONS, lowrank_linear, lowrank_weight
 
 WeightActivation = Literal["sine", "identity", "sigmoid", "relu"]
@@ -74,20 +78,25 @@ class SineLowRankConfig:
     """Frequency: a number, or the name of a published table (`OMEGA_BY_RANK`), of which the largest rank that is not
     above `rank` counts. None: "vit-small-cifar100", or 1 for identity and relu."""
     gain: float | None = None
-    """g, the divisor. None: sqrt(d_in), or 1 for identity and relu."""
+    """g, the divisor. None: sqrt(d_in), or 1 for identity and relu; with init="fit" what fits each layer."""
     activation: WeightActivation = "sine"
     """phi; "identity" is plain low rank."""
-    init: Literal["kaiming_sqrt5", "kaiming_zero"] = "kaiming_sqrt5"
-    """Kaiming uniform with a = sqrt(5) or a = 0; see the table of this file."""
+    init: Literal["kaiming_sqrt5", "kaiming_zero", "fit"] = "kaiming_sqrt5"
+    """Kaiming uniform with a = sqrt(5) or a = 0; see the table of this file. "fit": the trained weight that is
+    replaced, as closely as factors of this rank come to it, for sine and (by SVD) identity."""
 
     def __post_init__(self) -> None:
         check_integer("rank", self.rank, minimum=1)
         check_choice("activation", self.activation, WEIGHT_ACTIVATIONS)
-        check_choice("init", self.init, _INITS)
+        check_choice("init", self.init, (*_INITS, "fit"))
         object.__setattr__(self, "omega", self._omega())
         check_number("omega", self.omega, above=0)
         if self.gain is not None:
             check_number("gain", self.gain, above=0)
+        if self.init == "fit" and self.activation not in ("sine", "identity"):
+            raise UserError(f"init='fit' is for sine and identity, not for {self.activation!r}; omit one of them")
+        if self.init == "fit" and self.gain is not None:
+            raise UserError("gain is found by the fit of init='fit'; omit one of them")
 
     def _omega(self) -> Any:
         if self.omega is None and self.activation in _HOMOGENEOUS:
@@ -107,7 +116,9 @@ class SineLowRankConfig:
         return 1.0 if self.activation in _HOMOGENEOUS else float(d_in) ** 0.5
 
     def draw(self, factor: Tensor, fan: int) -> None:
-        """Draw a factor by this config's init."""
+        """Draw a factor by this config's init; raise UserError for "fit", which draws nothing."""
+        if self.init == "fit":
+            raise UserError("init='fit' takes a trained layer's weight, and there is none here; use kaiming_sqrt5")
         bound = (6 / (1 + _INITS[self.init]) / fan) ** 0.5
         init.uniform_(factor, -bound, bound)
 
@@ -151,6 +162,8 @@ class SineLowRankLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.sine_config = config
+        self.fit_error: float | None = None
+        self.has_model_values = False
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.sine_up = nn.Parameter(torch.empty(out_features, config.rank, device=device, dtype=wide))
         self.sine_down = nn.Parameter(torch.empty(config.rank, in_features, device=device, dtype=wide))
@@ -169,8 +182,26 @@ class SineLowRankLinear(nn.Module):
         return float(self.sine_config.omega), self.sine_config.gain_for(self.in_features)
 
     @torch.no_grad()
+    def take(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Fit the factors to a weight (out_features, in_features), and take the bias; the gain is this layer's then.
+
+        The next `reset_parameters` draws nothing.
+        """
+        fitted = fit_factors(weight, self.sine_config.rank, self.sine_config.activation)
+        root = self._settings()[0] ** -0.5
+        self.sine_up.copy_(fitted.up * root)
+        self.sine_down.copy_(fitted.down * root)
+        if bias is not None and self.bias is not None:
+            self.bias.copy_(bias)
+        self.sine_config = replace(self.sine_config, init="kaiming_sqrt5", gain=fitted.gain)
+        self.fit_error, self.has_model_values = fitted.error, True
+
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the table of this file's docstring."""
+        """Draw the table of this file's docstring; what was fitted stays, once."""
+        kept, self.has_model_values = self.has_model_values, False
+        if kept or self.sine_up.is_meta:
+            return
         self.sine_config.draw(self.sine_up, self.sine_config.rank)
         self.sine_config.draw(self.sine_down, self.in_features)
         if self.bias is not None:
@@ -218,19 +249,46 @@ class SineLowRankMethod(Method):
         "relu-low-rank": {"activation": "relu"},
     }
     replaces_weights = True
+    keeps_weights_by: ClassVar = {"init": "fit"}
     tensor_parallel = False
 
     def is_target(self, module: nn.Module) -> bool:
         return super().is_target(module) or bool(projections(module))
 
+    def skip_reason(self, module: nn.Module, config: Any) -> str | None:
+        return super().skip_reason(module, config) or _refused_fit(module, config)
+
+    def check(self, name: str, module: nn.Module, config: Any) -> None:
+        super().check(name, module, config)
+        if (why := _refused_fit(module, config)) is not None:
+            raise UserError(f"{name}: {why}; leave it out with exclude=")
+
     def build(self, name: str, module: nn.Module, config: Any) -> nn.Module:
-        """Build a layer that shares nothing with the plain one, undrawn."""
+        """Build a layer that shares nothing with the plain one: fitted to it, or undrawn."""
         if projections(module):
             return SineExperts.replacing(module, config)
-        weight: Any = module.weight
-        has_bias = module.bias is not None
-        layer = SineLowRankLinear(*linear_shape(module), has_bias, config=config, device="meta", dtype=weight.dtype)
-        return layer.to_empty(device=weight.device).train(module.training)
+        weight, bias = cast(Tensor, module.weight), cast(Tensor | None, module.bias)
+        shape = linear_shape(module)
+        layer = SineLowRankLinear(*shape, bias is not None, config=config, device="meta", dtype=weight.dtype)
+        layer = layer.to_empty(device=weight.device).train(module.training)
+        if config.init == "fit" and not weight.is_meta:
+            try:
+                layer.take(weight.t() if isinstance(module, Conv1D) else weight, bias)
+            except UserError as error:
+                raise UserError(f"{name}: {error}") from error
+        return layer
+
+    def build_all(self, modules: Mapping[str, nn.Module], config: Any) -> Mapping[str, nn.Module]:
+        quiet = True if config.init != "fit" else None  # None: shown on a terminal alone
+        shown = logging.tqdm(modules.items(), desc="fitting", unit="weight", disable=quiet, leave=False)
+        return {name: self.build(name, module, config) for name, module in shown}
+
+    def saved_config(self, layer: nn.Module, config: Any) -> Any:
+        return layer.sine_config
+
+    def settings(self, config: Any, layers: Collection[nn.Module]) -> list[str]:
+        errors: list[Any] = [each.fit_error for each in layers if getattr(each, "fit_error", None) is not None]
+        return [f"relative error of the fit {min(errors):.3f} to {max(errors):.3f}"] if errors else []
 
     def roles(self, layer: nn.Module) -> Mapping[str, Role]:
         return {name: Role(f"sine.{name.rpartition('_')[2]}") for name in self.float32 if name in layer._parameters}
@@ -252,6 +310,10 @@ class SineLowRankMethod(Method):
         }
         replace_modules(model, formed)
         return bool(formed)
+
+
+def _refused_fit(module: nn.Module, config: Any) -> str | None:
+    return "init='fit' is for linears, not for experts" if config.init == "fit" and projections(module) else None
 
 
 def _dense(layer: Any, model: Any) -> nn.Module:
