@@ -8,8 +8,8 @@ weights   the feed-forward linears of three blocks of SmolLM2-135M, each as fact
 heal      the feed-forward linears of MiniLM as factors of a quarter of their size, then one epoch of STS-B (GLUE: its
           files), every arm at the best of its learning rates on one seed; three other seeds are compared
 
-Factors that start at random are there for what the fit is worth, `full` for what is lost. Finished runs are kept in
-FOLDER and beside this file; records, report and picture are copied beside this file.
+`full` is the model that was not compressed. Finished runs are kept in FOLDER and beside this file; records, report and
+picture are copied beside this file.
 """
 
 import lzma
@@ -37,8 +37,6 @@ ARMS = (
     "full:grid=3e-5/1e-4/3e-4",
     f"low-rank:{_FACTORS},init=fit,grid=1e-4/3e-4/1e-3,name=svd",
     f"sine-lowrank:{_FACTORS},init=fit,grid=1e-4/3e-4/1e-3,name=sine",
-    f"low-rank:{_FACTORS},grid=1e-4/3e-4/1e-3,name=svd-drawn",
-    f"sine-lowrank:{_FACTORS},grid=1e-4/3e-4/1e-3,name=sine-drawn",
 )
 
 

@@ -5,6 +5,7 @@ and renamed. What is found under `.tmp-` was left by a killed process and can go
 """
 
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -253,6 +254,7 @@ def index_faults(index: Path, content: Any) -> list[str]:
     return faults
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Return the versions of Python and of installed packages that a saved model or a result may depend on."""
     found = {"python": platform.python_version()}

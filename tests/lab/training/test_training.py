@@ -103,8 +103,6 @@ def test_roles_have_their_learning_rates(tmp_path):
     [
         ({"min_lr_share": 0.1}, {1: 0.5, 2: 1.0, 7: 0.55, 12: 0.1}),
         ({"schedule": "cosine"}, {1: 0.5, 2: 1.0, 7: 0.5, 12: 0.0}),
-        ({"schedule": "cosine", "min_lr_share": 0.02}, {1: 0.5, 2: 1.0, 7: 0.51, 12: 0.02}),
-        ({"schedule": "wsd", "decay_share": 0.33}, {1: 0.5, 2: 1.0, 8: 1.0, 9: 0.75, 10: 0.5, 12: 0.0}),
         ({"schedule": "wsd", "decay_share": 0.33, "min_lr_share": 0.2}, {1: 0.6, 2: 1.0, 8: 1.0, 10: 0.6, 12: 0.2}),
         (
             {"schedule": "wsd", "decay_share": 0.33, "steps": 0, "epochs": 1, "warmup_steps": 0, "warmup_share": 0.2},
