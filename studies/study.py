@@ -103,7 +103,7 @@ def copy(found: Comparison, folder: Path, name: str) -> None:
 
 
 _RUNS = "runs.tar.xz"
-_KEPT = ("ladder.json", "foretold/*", "**/compare.json", "**/timing.json", "**/result.json")
+_KEPT = ("ladder.json", "predicted/*", "**/compare.json", "**/timing.json", "**/result.json")
 
 
 @contextmanager

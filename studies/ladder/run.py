@@ -3,7 +3,7 @@
     python -m studies.ladder.run DATA [--stage first|second|lowest|third|fourth|top|lengths] [--seeds 3] [--work FOLDER]
 
 DATA holds ELTeC's English novels as `train.txt.xz` and `valid.txt.xz`. Every stage continues where it was interrupted,
-and all of them share one folder: what smaller rungs foretell is written there before a larger one is run. What the
+and all of them share one folder: what smaller rungs predict is written there before a larger one is run. What the
 folder has is copied beside this file: results.json, ladder.png, and runs.tar.xz, the finished runs without weights,
 which a new folder begins with. Stages, in this order:
 

@@ -7,7 +7,7 @@ COMMANDS = {
     "fit": ("fit RECIPE", "fit a coordinate network: an image, a shape, a scene"),
     "compare": ("compare RECIPE", "train baselines and methods on the same batches; table, picture, report"),
     "watch": ("watch DIR", "curves, state and time to go of runs, while they run: here and on a local page"),
-    "scale": ("scale", "a ladder of sizes: compare at each, fit laws, foretell the next size"),
+    "scale": ("scale", "a ladder of sizes: compare at each, fit laws, predict the next size"),
     "recommend": ("recommend MODEL", "which method, rank and place for a model, and what gain to expect"),
     "reproduce": ("reproduce TABLE", "a table or figure of the papers: published numbers beside ours"),
     "evaluate": ("evaluate CHECKPOINT", "perplexity, bits per byte, lm-eval tasks, MMLU, commonsense"),

@@ -1,4 +1,4 @@
-"""`nlr scale`: a ladder of widths and lengths of training, fits over it, and the next size foretold."""
+"""`nlr scale`: a ladder of widths and lengths of training, fits over it, and the next size predicted."""
 
 from dataclasses import dataclass, fields
 
@@ -10,7 +10,7 @@ from .options import parse, take_option
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleOptions(Ladder):
-    """Climb a ladder: each width is a comparison with its own tuned learning rates, foretold before it is run.
+    """Climb a ladder: each width is a comparison with its own tuned learning rates, predicted before it is run.
 
     The same command goes on where it stopped; widths, tokens, arms and seeds may be added to a folder.
     """

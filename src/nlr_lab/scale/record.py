@@ -107,14 +107,14 @@ def evidence(results: Record) -> dict[str, Any]:
     return {"rungs": rungs}
 
 
-def build_record(rungs: Sequence[Record], foretold: Record, settings: Record, command: str) -> dict[str, Any]:
+def build_record(rungs: Sequence[Record], predicted: Record, settings: Record, command: str) -> dict[str, Any]:
     """Build the whole record of a ladder."""
     results = {
         "command": command,
         "settings": settings,
         "rungs": list(rungs),
         "laws": [law for tokens in sorted({rung["tokens"] for rung in rungs}) for law in _laws(rungs, tokens)],
-        "foretold": {name: _judged(name, each, rungs) for name, each in foretold.items()},
+        "predicted": {name: _judged(name, each, rungs) for name, each in predicted.items()},
     }
     return clean(results)  # type: ignore[no-any-return]
 
@@ -135,10 +135,10 @@ def _laws(rungs: Sequence[Record], tokens: float) -> list[dict[str, Any]]:
     return found
 
 
-def _judged(name: str, foretold: Record, rungs: Sequence[Record]) -> dict[str, Any]:
+def _judged(name: str, predicted: Record, rungs: Sequence[Record]) -> dict[str, Any]:
     """Return a prediction with what was measured, and whether that lies in its interval."""
     rung = next((each for each in rungs if each["rung"] == name), None)
-    judged = {**foretold, "losses": {arm: dict(each) for arm, each in foretold["losses"].items()}}
+    judged = {**predicted, "losses": {arm: dict(each) for arm, each in predicted["losses"].items()}}
     for arm, each in judged["losses"].items():
         measured = rung["arms"].get(arm) if rung else None
         delta = measured["against"] and measured["against"]["delta"]["value"] if measured else None
@@ -147,7 +147,7 @@ def _judged(name: str, foretold: Record, rungs: Sequence[Record]) -> dict[str, A
                 holds = Interval(**each[key]).holds(value)
                 verdict = {True: "confirmed", False: "refuted", None: "no interval"}[holds]
                 each[key] = {**each[key], "measured": value, "verdict": verdict}
-    for arm, each in foretold["rates"].items():
+    for arm, each in predicted["rates"].items():
         measured = rung["arms"].get(arm) if rung else None
         if measured and measured["lr"] is not None:
             judged["rates"][arm] = {**each, "best": measured["lr"], "held": abs(measured["lr"] / each["lr"] - 1) < 1e-4}

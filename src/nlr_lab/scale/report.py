@@ -55,7 +55,7 @@ def tables(results: Record) -> list[str]:
         ]
         laws = [law for law in results["laws"] if law["tokens"] == tokens]
         parts += _law_table(laws, reference)
-    return parts + _foretold_tables(results["foretold"])
+    return parts + _predicted_tables(results["predicted"])
 
 
 def _cell(cell: Any, rung: Record, name: str) -> str:
@@ -124,9 +124,9 @@ def _interval(interval: Record | None, unit: str = "") -> str:
     return f"{value}{unit} [{low}, {high}]"
 
 
-def _foretold_tables(foretold: Record) -> list[str]:
+def _predicted_tables(predicted: Record) -> list[str]:
     parts: list[str] = []
-    for name, each in sorted(foretold.items(), key=lambda pair: (pair[1]["tokens"], pair[1]["width"])):
+    for name, each in sorted(predicted.items(), key=lambda pair: (pair[1]["tokens"], pair[1]["width"])):
         rows = []
         for arm, guesses in each["losses"].items():
             cells = [arm]
@@ -142,7 +142,7 @@ def _foretold_tables(foretold: Record) -> list[str]:
         said = [*each["losses"].values(), *each["rates"].values()]
         times = ", ".join(dict.fromkeys(one["time"] for one in said))
         rungs = ", ".join(dict.fromkeys(name for one in said for name in one["rungs"]))
-        parts += [f"## Foretold: {name}", f"Written {times} from {rungs}, before it was run."]
+        parts += [f"## Predicted: {name}", f"Written {times} from {rungs}, before it was run."]
         head = ("arm", "loss [95 %]", "measured", "", "less the reference's [95 %]", "measured", "")
         parts += [markdown_table(head, rows)] if rows else []
         parts += [f"Learning rates: {'; '.join(rates)}."] if rates else []

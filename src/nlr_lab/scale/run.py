@@ -1,7 +1,7 @@
-"""Climb a ladder: each rung is one comparison, foretold before it is run.
+"""Climb a ladder: each rung is one comparison, predicted before it is run.
 
 out/ladder.json           what all rungs share, and the text's fingerprint
-out/foretold/<rung>.json  learning rates and losses that smaller rungs foretell; written once, before the rung is run
+out/predicted/<rung>.json  learning rates and losses that smaller rungs predict; written once, before the rung is run
 out/<rung>/               a comparison's folder
 out/results.json          the record of all rungs there are      out/report.md, out/ladder.png   made from it
 """
@@ -28,7 +28,7 @@ from .ladder import Ladder, Rung
 from .record import FORWARD_AND_BACKWARD, build_record, laws_of, read_rungs
 from .report import PICTURE, REPORT, draw, render
 
-MARKER, FORETOLD = "ladder.json", "foretold"
+MARKER, PREDICTED = "ladder.json", "predicted"
 
 
 def run_ladder(
@@ -73,22 +73,22 @@ def run_ladder(
     command = command or command_line()
     for rung in rungs:
         trials = ModelTrials(recipes[rung])
-        foretold = foretell(path, ladder, rung, arms, trials, quiet=quiet)
-        grids = foretold["rates"]
+        predicted = predict(path, ladder, rung, arms, trials, quiet=quiet)
+        grids = predicted["rates"]
         chosen = [replace(arm, grid=grids[arm.name]["grid"]) if arm.name in grids else arm for arm in arms]
         folder = path / rung.name
         compare(trials.recipe, folder, arms=chosen, resume=folder.exists(), command=command, trials=trials, **options)
         write(path, ladder, command)
     if len({each["width"] for each in read_rungs(path) if each["tokens"] == following.tokens}) > 1:
-        foretell(path, ladder, following, arms, ModelTrials(ladder.recipe(following)), quiet=quiet)
+        predict(path, ladder, following, arms, ModelTrials(ladder.recipe(following)), quiet=quiet)
     return write(path, ladder, command)
 
 
 def write(path: Path, ladder: Ladder, command: str) -> dict[str, Any]:
     """Write record, picture and report of the rungs that the folder has, and return the record."""
-    foretold = {file.stem: read_json(file) for file in sorted((path / FORETOLD).glob("*.json"))}
+    predicted = {file.stem: read_json(file) for file in sorted((path / PREDICTED).glob("*.json"))}
     shared = read_json(path / MARKER, settings=dict)["settings"]
-    results = build_record(read_rungs(path), foretold, clean(shared), command)
+    results = build_record(read_rungs(path), predicted, clean(shared), command)
     write_text(path / RESULTS, record_text(results))
     draw(path / PICTURE, results)
     write_text(path / REPORT, render(results))
@@ -110,22 +110,22 @@ def _check(path: Path, ladder: Ladder) -> None:
         raise UserError(f"{path} is not empty and holds no ladder; name another --out")
 
 
-def foretell(
+def predict(
     path: Path, ladder: Ladder, rung: Rung, arms: Sequence[Arm], trials: ModelTrials, *, quiet: bool
 ) -> dict[str, Any]:
     """Return what smaller rungs say of one: a grid of learning rates and a final loss by arm; write it down first.
 
     What is written stays. Only arms that the rung has not run are added.
     """
-    marker, file = path / MARKER, path / FORETOLD / f"{rung.name}.json"
-    foretold: dict[str, Any] = {"width": rung.width, "tokens": rung.tokens, "rates": {}, "losses": {}}
+    marker, file = path / MARKER, path / PREDICTED / f"{rung.name}.json"
+    predicted: dict[str, Any] = {"width": rung.width, "tokens": rung.tokens, "rates": {}, "losses": {}}
     if file.exists():
-        foretold = read_json(file, rates=dict, losses=dict)
+        predicted = read_json(file, rates=dict, losses=dict)
     rungs = read_rungs(path)
     done: Mapping[str, Any] = next((each["arms"] for each in rungs if each["rung"] == rung.name), {})
-    wanted = [arm for arm in arms if arm.name not in {*done, *foretold["losses"]}]
+    wanted = [arm for arm in arms if arm.name not in {*done, *predicted["losses"]}]
     if marker.exists() and not wanted:
-        return foretold
+        return predicted
     trials.prepare(quiet=quiet)
     if not marker.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -136,12 +136,12 @@ def foretell(
     at_same = [each for each in smaller if each["tokens"] == rung.tokens]
     written = {"time": datetime.now(UTC).isoformat(timespec="seconds")}
     for arm in wanted:
-        if arm.lr is not None or arm.grid or arm.name in foretold["rates"]:
+        if arm.lr is not None or arm.grid or arm.name in predicted["rates"]:
             continue
         for known in (at_same, smaller):
             if found := _rate(known, arm.name, rung):
                 grid = [found["lr"] / 2, found["lr"], 2 * found["lr"]]
-                foretold["rates"][arm.name] = {**found, "grid": grid, **written, "rungs": _names(known)}
+                predicted["rates"][arm.name] = {**found, "grid": grid, **written, "rungs": _names(known)}
                 break
     if wanted and len({each["width"] for each in at_same}) > 1:
         flops = trials.count_and_time(trials.resolve(arms), 0, TimeLimit(None, time.monotonic)).flops
@@ -149,10 +149,10 @@ def foretell(
         tokens = train.steps * train.batch_size * ladder.text.sequence_length
         compute = {name: FORWARD_AND_BACKWARD * tokens * each for name, each in flops.items() if each}
         for name, said in _losses(at_same, wanted, arms[0].name, compute).items():
-            foretold["losses"][name] = {**said, **written, "rungs": _names(at_same)}
-    if foretold["rates"] or foretold["losses"]:
-        write_json(file, foretold)
-    return foretold
+            predicted["losses"][name] = {**said, **written, "rungs": _names(at_same)}
+    if predicted["rates"] or predicted["losses"]:
+        write_json(file, predicted)
+    return predicted
 
 
 def _names(rungs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -160,7 +160,7 @@ def _names(rungs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _rate(rungs: Sequence[Mapping[str, Any]], name: str, rung: Rung) -> dict[str, Any] | None:
-    """Return the learning rate that an arm's rungs foretell."""
+    """Return the learning rate that an arm's rungs predict."""
     known = []
     for each in rungs:
         arm = each["arms"].get(name)

@@ -18,7 +18,7 @@ from nlr_lab.runtime.log import LOG, read_entries
 from nonlinear_lowrank.errors import UserError
 
 _RUN, _COMPARISON, _RESULT = {"recipe.json", "fit.json"}, "compare.json", "result.json"
-_NO_RUNS = {"checkpoints", "model", "pictures", "tensorboard", "foretold"}  # folders that hold none
+_NO_RUNS = {"checkpoints", "model", "pictures", "tensorboard", "predicted"}  # folders that hold none
 _POINTS = 400  # of a curve that is sent
 _RECENT = 6  # entries that a speed is taken of
 _SILENT, _GAPS = 60.0, 5.0  # a run is silent after so many seconds, and so many times the usual gap between entries

@@ -34,7 +34,7 @@ def read(path):
     return json.loads(path.read_text())
 
 
-def test_climbs_goes_on_and_judges_what_it_foretold(climbed, capsys, monkeypatch):
+def test_climbs_goes_on_and_judges_what_it_predicted(climbed, capsys, monkeypatch):
     out, command = climbed
     printed = succeed(capsys, *command, "--widths", "24", "16")
     assert "FLOPs multiplier" in printed
@@ -49,12 +49,12 @@ def test_climbs_goes_on_and_judges_what_it_foretold(climbed, capsys, monkeypatch
         assert noble["against"]["delta"]["n"] == 2
     assert results["rungs"][0]["trained_tokens"] < results["rungs"][1]["trained_tokens"]
     assert [(law["arm"], law["form"]) for law in results["laws"]] == [("plain", "A C^-b"), ("noble", "A C^-b")]
-    # The width after the last is foretold, and nothing of it is run.
-    foretold = read(out / "foretold" / "w32-t0.06.json")
-    assert all(said["rungs"] == ["w16-t0.06", "w24-t0.06"] for said in foretold["losses"].values())
-    assert foretold["losses"].keys() == foretold["rates"].keys() == {"plain", "noble"}
+    # The width after the last is predicted, and nothing of it is run.
+    predicted = read(out / "predicted" / "w32-t0.06.json")
+    assert all(said["rungs"] == ["w16-t0.06", "w24-t0.06"] for said in predicted["losses"].values())
+    assert predicted["losses"].keys() == predicted["rates"].keys() == {"plain", "noble"}
     assert not (out / "w32-t0.06").exists()
-    assert results["foretold"]["w32-t0.06"]["losses"] == foretold["losses"]
+    assert results["predicted"]["w32-t0.06"]["losses"] == predicted["losses"]
 
     # The same command again trains nothing.
     runs = {path: path.stat().st_mtime_ns for path in out.glob("w*/runs/**/result.json")}
@@ -62,18 +62,18 @@ def test_climbs_goes_on_and_judges_what_it_foretold(climbed, capsys, monkeypatch
     assert {path: path.stat().st_mtime_ns for path in out.glob("w*/runs/**/result.json")} == runs
     assert read(out / "results.json")["rungs"] == results["rungs"]
 
-    # What is run cannot be foretold any more.
+    # What is run cannot be predicted any more.
     succeed(capsys, *command, "--widths", "16", "--next-width", "24")
-    assert {path.name for path in (out / "foretold").iterdir()} == {"w32-t0.06.json"}
+    assert {path.name for path in (out / "predicted").iterdir()} == {"w32-t0.06.json"}
 
-    # The next width has three rates around the one foretold, and is held against what was written before.
+    # The next width has three rates around the one predicted, and is held against what was written before.
     succeed(capsys, *command, "--widths", "32", "--timing-rounds", "0")
-    assert read(out / "foretold" / "w32-t0.06.json") == foretold
+    assert read(out / "predicted" / "w32-t0.06.json") == predicted
     results = read(out / "results.json")
     assert [rung["rung"] for rung in results["rungs"]] == ["w16-t0.06", "w24-t0.06", "w32-t0.06"]
-    judged = results["foretold"]["w32-t0.06"]
+    judged = results["predicted"]["w32-t0.06"]
     for name, arm in results["rungs"][2]["arms"].items():
-        rate = foretold["rates"][name]["lr"]
+        rate = predicted["rates"][name]["lr"]
         assert {rate / 2, rate, 2 * rate} <= {tried for tried, _ in arm["tuning"]}
         assert judged["rates"][name]["held"] == (arm["lr"] == pytest.approx(rate))
         said = judged["losses"][name]["loss"]
@@ -82,7 +82,7 @@ def test_climbs_goes_on_and_judges_what_it_foretold(climbed, capsys, monkeypatch
         assert said["verdict"] == ("confirmed" if inside else "refuted")
     assert results["laws"][0]["form"] == "E + A C^-b"
     report = (out / "report.md").read_text()
-    assert "## Foretold: w32-t0.06" in report
+    assert "## Predicted: w32-t0.06" in report
     assert "**confirmed**" in report or "**refuted**" in report
     assert (out / "ladder.png").stat().st_size > 1000
 
@@ -94,7 +94,7 @@ def test_climbs_goes_on_and_judges_what_it_foretold(climbed, capsys, monkeypatch
     code, _, error = run(capsys, *command, "--widths", "24", "--tokens", "0.1")
     assert (code, "resume from the last checkpoint with: nlr scale" in error) == (130, True)
     assert read(out / "results.json")["rungs"] == results["rungs"]
-    longer = read(out / "foretold" / "w24-t0.1.json")
+    longer = read(out / "predicted" / "w24-t0.1.json")
     assert (longer["losses"], longer["rates"].keys()) == ({}, {"plain", "noble"})
 
 
