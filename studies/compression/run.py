@@ -35,8 +35,8 @@ _QUARTER = 76  # of 384 x 1536
 _FACTORS = f"rank={_QUARTER},include={_MLP}"
 ARMS = (
     "full:grid=3e-5/1e-4/3e-4",
-    f"low-rank:{_FACTORS},init=fit,grid=1e-4/3e-4/1e-3,name=svd",
-    f"sine-lowrank:{_FACTORS},init=fit,grid=1e-4/3e-4/1e-3,name=sine",
+    f"low-rank:{_FACTORS},init=fit,grid=3e-5/1e-4/3e-4,name=svd",
+    f"sine-lowrank:{_FACTORS},init=fit,grid=1e-5/3e-5/1e-4,name=sine",
 )
 
 

@@ -463,6 +463,7 @@ REFUSED = {
     "shared": ({}, nlr.NobleConfig(rank=4, share_down="qkv"), "share_down and fuse_shared_inputs .* omit them"),
     "whole": ({"split_fused": False}, NOBLE, "beside a whole fused projection is not for torchtitan: omit split_fused"),
     "method": ({}, nlr.NonlinearQueryConfig(), "nonlinear-query is not for torchtitan; use NobleConfig"),
+    "fit": ({}, nlr.SineLowRankConfig(rank=4, init="fit"), "keeps trained weights, and torchtitan's are drawn later"),
     "no method": ({}, {"rank": 4}, "dict is not for torchtitan; use NobleConfig"),
 }
 
