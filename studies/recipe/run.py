@@ -1,6 +1,6 @@
 """A better recipe for NOBLE than the paper's table? One change at a time, then the best ones together.
 
-    python -m studies.recipe.run DATA [--stage single|seeds|race|rate|top|all] [--seeds 3] [--work FOLDER]
+    python -m studies.recipe.run DATA [--stage single|seeds|race|rate|all] [--seeds 3] [--work FOLDER]
 
 DATA holds ELTeC's English novels as `train.txt.xz` and `valid.txt.xz`. Rungs of the ladder (studies/ladder), 20 tokens
 a parameter; NOBLE of rank width / 8. Each stage continues where it was interrupted:
@@ -8,8 +8,7 @@ a parameter; NOBLE of rank width / 8. Each stage continues where it was interrup
     single    width 32: the paper's table and every change of it alone, one seed, at NOBLE's best rate in the ladder
     seeds     width 32: the eight best of them, and all fields of the better half of these together, on other seeds
     race      width 48: the three best of these against the table, every arm's learning rate tuned
-    rate      width 48: the table at the learning rate of the others, on the race's seeds
-    top       width 64: the race's best against the table, learning rates tuned
+    rate      width 48: the race's best and the table at one learning rate, on the race's seeds
 
 Choices are made on earlier stages' seeds alone; what a later stage says of an arm is on seeds that did not choose it.
 """
@@ -56,7 +55,7 @@ KEPT, RACED, BEST_RATE = 8, 3, 8e-3
 
 def main() -> None:
     parser = study_parser(__doc__, "recipe", "data")
-    parser.add_argument("--stage", choices=("single", "seeds", "race", "rate", "top", "all"), default="all")
+    parser.add_argument("--stage", choices=("single", "seeds", "race", "rate", "all"), default="all")
     given = parser.parse_args()
     small = SCALES["small"]
     text = replace(small.text, source=str(given.data / "train.txt.xz"), valid_source=str(given.data / "valid.txt.xz"))
@@ -72,9 +71,6 @@ def main() -> None:
             stage("race", race, best, given, before=4, tune_lr=(4e-3, 8e-3, 1.6e-2))
         if given.stage in ("rate", "all"):
             stage("rate", ladder.recipe(Rung(width=48, tokens=20)), ranked(given.work, "race")[:1], given, before=4)
-        if given.stage in ("top", "all"):
-            best = ranked(given.work, "race")[:1]
-            stage("top", ladder.recipe(Rung(width=64, tokens=20)), best, given, before=8, tune_lr=(4e-3, 8e-3))
 
 
 def stage(name: str, recipe: Recipe, changes: list[str], given: Any, *, before: int = 0, **options: Any) -> None:
