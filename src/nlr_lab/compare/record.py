@@ -29,7 +29,7 @@ from nlr_lab.tasks.task import LOSS, Measure
 from nonlinear_lowrank.errors import UserError
 
 from .statistics import Estimate, compare_pair, curve_cautions, holm, paired_mean, speed_cautions
-from .trial import Choice, Run
+from .trial import Choice, Run, best_run
 
 MARKER, RESULTS, REPORT, TIMING, RESULT = "compare.json", "results.json", "report.md", "timing.json", "result.json"
 SHORTENED = "steps-"
@@ -226,7 +226,21 @@ def _pair(base: ArmRecord, arm: ArmRecord, seeds: Sequence[int], times: Times, m
         cautions |= curve_cautions(delta, curves, higher_is_better=measure.higher_is_better)
         if found["seeds"] and _have_curves((base, arm), seeds):
             cautions |= speed_cautions(curves, found["bounds"])
+        cautions |= _tuning_caution(delta, base, arm, measure)
     return found | {"cautions": cautions}
+
+
+def _tuning_caution(difference: float, base: ArmRecord, arm: ArmRecord, measure: Measure) -> dict[str, str]:
+    """Say where the seed on which the learning rates were chosen has it the other way round ("tuning")."""
+    one, other = (best_run(each.tuning, measure) for each in (base, arm))
+    if one is None or other is None or one.chosen_by is None or other.chosen_by is None:
+        return {}
+    if (there := other.chosen_by - one.chosen_by) * difference >= 0:
+        return {}
+    return {
+        "tuning": f"it is the other way round on the seed that the learning rates were tuned on ({there:+.3g}), so one "
+        "of them may be a lucky choice"
+    }
 
 
 def _have_curves(arms: Iterable[ArmRecord], seeds: Sequence[int]) -> bool:

@@ -87,6 +87,28 @@ def test_cautions_a_claim_that_its_curves_do_not_bear(shape, options, cautions):
     assert "Caution" not in " ".join(findings(results)), "nothing is claimed"
 
 
+@pytest.mark.parametrize("measure", [LOSS, ACCURACY])
+@pytest.mark.parametrize(("ahead", "cautioned"), [(1, False), (-1, True)])
+def test_cautions_a_claim_that_the_tuning_seed_contradicts(ahead, cautioned, measure):
+    """At each arm's best learning rate there, of which the other one says nothing."""
+    sign = 1 if measure.is_loss else -1
+
+    def runs(value, seeds, **more):
+        score = {} if measure.is_loss else {"score": value}
+        return [a_run(seed, value + 0.01 * seed, **score, **more) for seed in seeds]
+
+    tried = {"baseline": 3.0, "noble": 3.0 - sign * ahead * 0.2}
+    final = {"baseline": 3.0, "noble": 3.0 - sign * 0.5}
+    arms = [
+        an_arm(name, *runs(final[name], SEEDS), tuning=[*runs(best, [0]), *runs(best + sign, [0], lr=2e-3)])
+        for name, best in tried.items()
+    ]
+    pair = a_record(arms, SEEDS, measure=measure)["against"]["baseline"]["noble"]
+    assert ("tuning" in pair["cautions"]) == cautioned
+    if cautioned:
+        assert f"tuned on ({0.2 * sign:+.3g})" in pair["cautions"]["tuning"]
+
+
 def test_late_change_needs_an_evaluation_in_the_first_four_fifths():
     assert late_change([(50, 4.0), (80, 3.5), (90, 2.0), (100, 3.0)]) == pytest.approx((-0.5, 0.2))
     assert late_change([(81, 4.0), (100, 3.0)]) is None
