@@ -5,8 +5,9 @@
 
 weights   the feed-forward linears of three blocks of SmolLM2-135M, each as factors of half its size: relative error of
           the weights, and loss on 4,096 tokens of held-out novels (NOVELS: ELTeC's, `valid.txt.xz`)
-heal      the feed-forward linears of MiniLM as factors of a quarter of their size, then one epoch of STS-B (GLUE: its
-          files), every arm at the best of its learning rates on one seed; three other seeds are compared
+heal      the feed-forward linears and attention outputs of MiniLM as factors of rank 76, a quarter of the former's size,
+          then one epoch of STS-B (GLUE: its files), every arm at the best of its learning rates on one seed; three other
+          seeds are compared
 
 `full` is the model that was not compressed. Finished runs are kept in FOLDER and beside this file; records, report and
 picture are copied beside this file.
@@ -43,16 +44,17 @@ ARMS = (
 def weights(novels: Path) -> dict[str, Any]:
     """Return, by kind of factors, the errors of the weights and the model's loss."""
     pretrained = Pretrained(checkpoint="smollm2")
-    text = lzma.open(novels / "valid.txt.xz", "rt", encoding="utf-8").read(130_000)[100_000:]
+    with lzma.open(novels / "valid.txt.xz", "rt", encoding="utf-8") as file:
+        text = file.read(130_000)[100_000:]
     ids = pretrained.tokenizer()(text, return_tensors="pt").input_ids[:, :4096].view(8, 512)
     found: dict[str, Any] = {}
     for kind, activation in (("plain", None), ("svd", "identity"), ("sine", "sine")):
         model = pretrained.load("causal", 0, 0)
-        errors: list[float] = []
+        errors: dict[str, float] = {}
         if activation is not None:
             config = nlr.SineLowRankConfig(rank=_HALF, activation=activation, init="fit")
             swapped = nlr.augment(model, config, include=_BLOCKS, verbose=False).swapped
-            errors = [model.get_submodule(name).fit_error for name in swapped]
+            errors = {name: model.get_submodule(name).fit_error for name in swapped}
         with torch.no_grad():
             found[kind] = {"loss": model(ids, labels=ids).loss.item(), "errors": errors}
     return found
