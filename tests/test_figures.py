@@ -44,7 +44,7 @@ def test_studies_keep_their_page_results_and_two_pictures(study):
             assert {"n", "seeds", "versions", "machine", "command"} <= part.keys()
             assert "settings" in part or "settings" in part["recipe"]
     assert len(list(study.glob("*.png"))) <= 2
-    assert "a0e2d46" in page or study.name in ("branch", "ladder", "moe", "rank", "recipe", "smollm2")
+    assert "a0e2d46" in page or study.name in ("branch", "compression", "ladder", "moe", "rank", "recipe", "smollm2")
 
 
 def test_collecting_drops_curves_and_keeps_figures(tmp_path):
