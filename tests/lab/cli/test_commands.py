@@ -143,6 +143,9 @@ def test_convert_makes_a_model_with_the_same_outputs(trained, capsys, tmp_path):
     out = succeed(capsys, "convert", plain, tmp_path / "rational", *exact)
     assert "bit-equal" in out
     assert "activations swapped" in out
+    small = succeed(capsys, "convert", plain, tmp_path / "small", "--method", "sine-lowrank", "--rank", "4")
+    assert "relative error of the fit" in small
+    succeed(capsys, "generate", tmp_path / "small", "--prompt", "tree", "--max-new-tokens", "2")
     split = succeed(capsys, "convert", plain, tmp_path / "split", "--rank", "4", "--split-fused")
     assert "mlp.gate_up_proj.up_proj" in split
     wrong = tmp_path / "wrong"
@@ -152,7 +155,9 @@ def test_convert_makes_a_model_with_the_same_outputs(trained, capsys, tmp_path):
         "--groups 4": "unrecognized argument --groups",
         "--rank 12 --rank-ratio 0.25": "takes the place of --rank",
         "--init scratch": "draws the weights anew",
-        "--method sine-lowrank --rank 4": "--method must be one of noble, nonlinear-query, rational, which keep",
+        "--method qk-norm": "--method must be one of noble, nonlinear-query, rational, sine-lowrank, which keep",
+        "--method sine-lowrank --init kaiming_zero": "draws the weights anew",
+        "--method sine-lowrank --gain 3": "gain is found by the fit",
     }.items():
         assert message in refused(capsys, "convert", plain, wrong, *options.split())
     assert not wrong.exists()
