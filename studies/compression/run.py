@@ -6,8 +6,8 @@
 weights   the feed-forward linears of three blocks of SmolLM2-135M, each as factors of half its size: relative error of
           the weights, and loss on 4,096 tokens of held-out novels (NOVELS: ELTeC's, `valid.txt.xz`)
 heal      the feed-forward linears and attention outputs of MiniLM as factors of rank 76, a quarter of the former's
-          size, then one epoch of STS-B (GLUE: its files), every arm at the best of its learning rates on one seed; three
-          other seeds are compared
+          size, then one epoch of STS-B (GLUE: its files), every arm at the best of its learning rates on one seed;
+          three other seeds are compared
 
 `full` is the model that was not compressed. Finished runs are kept in FOLDER and beside this file; records, report and
 picture are copied beside this file.
