@@ -73,8 +73,6 @@ def run_convert(arguments: list[str]) -> None:
     options: Any = parse(Options, arguments, command="convert", description=description)
     if getattr(options, "rank_ratio", None) is not None and options.rank != config_class.rank:
         raise UserError("--rank-ratio takes the place of --rank; give one of them")
-    if getattr(options, "init", None) in ("scratch", "kaiming_zero"):
-        raise UserError(f"--init {options.init} draws the weights anew, which convert keeps; omit it")
     folder = find_model(options.input)
 
     from nonlinear_lowrank.hub import convert

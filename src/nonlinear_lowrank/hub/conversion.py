@@ -9,7 +9,7 @@ is measured, between the input folder's model and the one that is loaded again f
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,7 +106,10 @@ def convert(
             f"{method.name} discards trained weights; use NobleConfig, RationalConfig, NonlinearQueryConfig or "
             "SineLowRankConfig"
         )
-    config = method.converted(config)
+    given, config = config, method.converted(config)
+    for each in fields(config):
+        if (value := getattr(given, each.name)) not in (each.default, getattr(config, each.name)):
+            raise UserError(f"{each.name}={value!r} draws the weights anew, which convert keeps; omit it")
     if up_init == "paper" and not method.draws_up:
         raise UserError("up_init='paper' is for NOBLE's up projections; omit it")
     source, output = check_folder(input_dir).resolve(), Path(output_dir).expanduser().resolve()
