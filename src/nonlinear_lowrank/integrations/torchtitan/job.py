@@ -170,8 +170,9 @@ class AugmentConverter(ModelConfigConverter):
             raise UserError("share_down and fuse_shared_inputs are not for torchtitan: omit them")
         if not self.config.split_fused:
             raise UserError("a branch beside a whole fused projection is not for torchtitan: omit split_fused=False")
-        if getattr(config, "init", None) == "fit":
-            raise UserError("init='fit' keeps trained weights, and torchtitan's are drawn later; omit it")
+        if method.keeps_weights_by and not method.discards(config):
+            given = " and ".join(f"{name}={value!r}" for name, value in method.keeps_weights_by.items())
+            raise UserError(f"{given} keeps trained weights, and torchtitan's are drawn later; omit it")
         config = method.initial(config, pretrained=False)
         spread = copy.deepcopy(model_config)
         _unfuse(spread, lambda fqn: True)
