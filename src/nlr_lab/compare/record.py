@@ -232,10 +232,8 @@ def _pair(base: ArmRecord, arm: ArmRecord, seeds: Sequence[int], times: Times, m
 
 def _tuning_caution(difference: float, base: ArmRecord, arm: ArmRecord, measure: Measure) -> dict[str, str]:
     """Say where the seed on which the learning rates were chosen has it the other way round ("tuning")."""
-    one, other = (best_run(each.tuning, measure) for each in (base, arm))
-    if one is None or other is None or one.chosen_by is None or other.chosen_by is None:
-        return {}
-    if (there := other.chosen_by - one.chosen_by) * difference >= 0:
+    best = [run.chosen_by or 0.0 for each in (base, arm) if (run := best_run(each.tuning, measure)) is not None]
+    if len(best) < 2 or (there := best[1] - best[0]) * difference >= 0:
         return {}
     return {
         "tuning": f"it is the other way round on the seed that the learning rates were tuned on ({there:+.3g}), so one "
