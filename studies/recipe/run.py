@@ -20,7 +20,7 @@ from typing import Any
 from nlr_lab.runtime.storage import read_json
 from nlr_lab.scale.ladder import SCALES, Rung
 from nlr_lab.training import Arm, Recipe
-from studies.study import kept_runs, one_line_errors, run_study, study_parser
+from studies.study import one_line_errors, run_study, study_parser
 
 HERE = Path(__file__).parent
 TABLE = "table"
@@ -60,7 +60,7 @@ def main() -> None:
     small = SCALES["small"]
     text = replace(small.text, source=str(given.data / "train.txt.xz"), valid_source=str(given.data / "valid.txt.xz"))
     ladder = replace(small, text=text, threads=given.threads)
-    with one_line_errors(given.stage), kept_runs(HERE, given.work):
+    with one_line_errors(given.stage):
         if given.stage in ("single", "all"):
             stage("single", ladder.recipe(Rung(width=32, tokens=20)), list(CHANGES), given, seeds=1)
         if given.stage in ("seeds", "all"):

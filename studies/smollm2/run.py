@@ -7,8 +7,7 @@ rows of at most 128 tokens; the loss on 64 held-out answers is compared. Each ar
 on one seed (at the edge of its grid the grid is extended once); then three other seeds. `lora-small` has about as many
 numbers as `nora`.
 
-Finished runs are kept in FOLDER and used again; a new FOLDER begins with those of runs.tar.xz. Record, report and
-pictures are copied beside this file, and so are the finished runs.
+Finished runs are kept in FOLDER and used again. Record, report and pictures are copied beside this file.
 """
 
 from dataclasses import replace
@@ -17,7 +16,7 @@ from typing import Any
 
 from nlr_lab.recipes import get_recipe
 from nlr_lab.training import Arm
-from studies.study import kept_runs, one_line_errors, run_study, study_parser
+from studies.study import one_line_errors, run_study, study_parser
 
 HERE = Path(__file__).parent
 _LAST = r".*\.2[789]\.self_attn\.[qv]_proj"
@@ -45,7 +44,7 @@ def main() -> None:
         task=replace(task, instructions=data),
         train=replace(recipe.train, steps=60, eval_every=30, log_every=10, threads=arguments.threads, tracker="none"),
     )
-    with one_line_errors(), kept_runs(HERE, arguments.work):
+    with one_line_errors():
         run_study(
             recipe,
             arguments.work / "tuned",
