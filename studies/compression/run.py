@@ -66,7 +66,8 @@ def main() -> None:
     parser.add_argument("data", type=absolute)
     given = parser.parse_args()
     if given.part == "weights":
-        write_json(HERE / "weights.json", {"kinds": weights(given.data), **provenance()})
+        with one_line_errors():
+            write_json(HERE / "weights.json", {"kinds": weights(given.data), **provenance()})
         return
     recipe = get_recipe("glue-minilm")
     task: Any = recipe.task
