@@ -14,6 +14,7 @@ import torch
 
 FUZZ = os.environ.get("NLR_FUZZ", "")
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+SLOW = tuple(line for line in Path(__file__).with_name("slow.txt").read_text().splitlines() if line[0] != "#")
 
 
 hypothesis.settings.register_profile("repeatable", derandomize=True)
@@ -31,8 +32,11 @@ def pytest_configure() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker("slow")
         if item.get_closest_marker("shared_data") and not SHARED_DATA.is_dir():
             item.add_marker(pytest.mark.skip(reason="../shared/data is absent"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
