@@ -42,7 +42,7 @@ DEMO_TUNING := --rows 60 --max-length 96 --eval-rows 4 --batch-size 1 --epochs N
 DEMO_END := FNR == 1 { said = rows = 0; print "\n" substr($$0, 3) } /^- / && !said++ { print substr($$0, 3) } \
 	/^\#\# Every run/ { rows = 0; print "" } /^\|/ && rows >= 0 { rows = 1; print } !/^\|/ && rows > 0 { rows = -1 }
 
-.PHONY: help setup demo parts test test-peers peers fuzz test-deepspeed test-onnx test-trackers test-all lint format figures docs lock clean
+.PHONY: help setup demo parts test test-peers test-peers-part peers fuzz test-deepspeed test-onnx test-trackers test-all lint format figures docs lock clean
 
 help:
 	@sed -n '1,8s/^# //p' Makefile
@@ -136,7 +136,7 @@ test: $(STAMP) $(QUANTIZED)/.installed $(KERNELS)/.installed $(TORCHTITAN)/.inst
 	PYTHONPATH=$(KERNELS) OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest -n $(WORKERS) -m "kernels and not slow" tests/library/methods/test_kernels_compiled.py
 	PYTHONPATH=$(TORCHTITAN):$(KERNELS):$(QUANTIZED) OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -m "torchtitan and not slow" tests/library/integrations/test_torchtitan.py
+		$(BIN)/python -m pytest -n $(WORKERS) -m "torchtitan and not slow" tests/library/integrations/test_torchtitan.py
 
 # The wheels of peft and transformers have no tests; their source distributions have.
 $(VENV)/peers/%/.installed: $(STAMP)
@@ -151,6 +151,12 @@ $(VENV)/peers/%/.installed: $(STAMP)
 test-peers: $(PEFT)/.installed $(TRANSFORMERS)/.installed
 	$(BIN)/python tests/peers/transformers_run.py $(TRANSFORMERS) --check -n $(WORKERS)
 	$(BIN)/python tests/peers/run.py $(PEFT) --check -n $(WORKERS) --peers $(PEERS)
+
+# Of both what differs most, in a minute.
+test-peers-part: $(PEFT)/.installed $(TRANSFORMERS)/.installed
+	$(BIN)/python tests/peers/transformers_run.py $(TRANSFORMERS) --check -n $(WORKERS) --only Llama_sine T5_noble
+	$(BIN)/python tests/peers/run.py $(PEFT) --check -n $(WORKERS) --peers sine-lora \
+		--only decoder_models target_parameters config
 
 peers: $(PEFT)/.installed $(TRANSFORMERS)/.installed
 	$(BIN)/python tests/peers/transformers_run.py $(TRANSFORMERS) -n $(WORKERS)

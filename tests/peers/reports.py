@@ -28,8 +28,17 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("folder", type=Path)
     made.add_argument("--check", action="store_true", help="compare with the results that are here, write nothing")
+    made.add_argument("--only", nargs="+", default=[], help="check these suites or test cases")
     made.add_argument("-n", default="2", help="processes")
     return made
+
+
+def parsed(made: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return the options of the command line."""
+    options = made.parse_args()
+    if options.only and not options.check:
+        made.error("--only needs --check: results are written whole")
+    return options
 
 
 def run(folder: Path, workers: str, arguments: Iterable[str | Path], environment: Mapping[str, str]) -> list[Case]:
@@ -61,9 +70,9 @@ def read(file: Path) -> dict[str, Any]:
     return known
 
 
-def check(name: str, found: Any, file: Path) -> None:
-    """End the script where results are not those of the file."""
-    if found != read(file).get(name):
+def check(name: str, found: Any, known: Any, file: Path) -> None:
+    """End the script where results are not those known from the file."""
+    if found != known:
         sys.exit(f"{name}: not the results of {file}, but\n{json.dumps(found, indent=1)}\n`make peers` writes them")
 
 

@@ -1,6 +1,6 @@
 """Run transformers' common tests on plain models and on their augmented twins, and write or check the results.
 
-    python tests/peers/transformers_run.py SDIST_FOLDER [--check] [-n 2]
+    python tests/peers/transformers_run.py SDIST_FOLDER [--check [--only Llama_sine]] [-n 2]
 
 SDIST_FOLDER is transformers' source distribution, unpacked, of the version that is installed, with the package
 `parameterized` beside its tests. The distribution has the tests common to all models, and not those of generation.
@@ -85,15 +85,16 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    options = reports.parser(__doc__).parse_args()
+    options = reports.parsed(reports.parser(__doc__))
     file = HERE / "transformers_results.json"
+    known = reports.read(file) if options.check else {}
     # Plain models, the control, run when the results are written.
-    found = run(options.folder, options.n, "not plain" if options.check else "")
-    results = summary(found, reports.read(file) if options.check else {})
+    found = run(options.folder, options.n, " or ".join(options.only) or ("not plain" if options.check else ""))
+    results = summary(found, known)
     for name, each in results.items():
         print(name, each["counts"])
         if options.check:
-            reports.check(name, each, file)
+            reports.check(name, each, known.get(name), file)
     if not options.check:
         reports.write(results, file, HERE / "transformers.md", table(results))
 
