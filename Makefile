@@ -152,7 +152,7 @@ test-peers: $(PEFT)/.installed $(TRANSFORMERS)/.installed
 	$(BIN)/python tests/peers/transformers_run.py $(TRANSFORMERS) --check -n $(WORKERS)
 	$(BIN)/python tests/peers/run.py $(PEFT) --check -n $(WORKERS) --peers $(PEERS)
 
-# Of both what differs most, in a minute.
+# A sample for CI, under two minutes.
 test-peers-part: $(PEFT)/.installed $(TRANSFORMERS)/.installed
 	$(BIN)/python tests/peers/transformers_run.py $(TRANSFORMERS) --check -n $(WORKERS) --only Llama_sine T5_noble
 	$(BIN)/python tests/peers/run.py $(PEFT) --check -n $(WORKERS) --peers sine-lora \

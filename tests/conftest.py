@@ -33,7 +33,12 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not any("::" in argument for argument in config.args):
+        names, files = [item.nodeid for item in items], {item.nodeid.partition("::")[0] for item in items}
+        for case in SLOW:
+            if case.partition("::")[0] in files and not any(name.startswith(case) for name in names):
+                raise pytest.UsageError(f"tests/slow.txt: there is no case {case}")
     for item in items:
         if item.nodeid.startswith(SLOW):
             item.add_marker("slow")

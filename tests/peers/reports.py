@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -33,9 +33,11 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def parsed(made: argparse.ArgumentParser) -> argparse.Namespace:
-    """Return the options of the command line."""
+def parsed(made: argparse.ArgumentParser, names: Collection[str]) -> argparse.Namespace:
+    """Return the options of the command line; --only must be of these names."""
     options = made.parse_args()
+    if unknown := {*options.only} - {*names}:
+        made.error(f"--only must be of {', '.join(names)}, got {', '.join(sorted(unknown))}")
     if options.only and not options.check:
         made.error("--only needs --check: results are written whole")
     return options

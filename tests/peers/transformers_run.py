@@ -85,12 +85,12 @@ def table(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    options = reports.parsed(reports.parser(__doc__))
     file = HERE / "transformers_results.json"
-    known = reports.read(file) if options.check else {}
+    known = reports.read(file)
+    options = reports.parsed(reports.parser(__doc__), known)
     # Plain models, the control, run when the results are written.
     found = run(options.folder, options.n, " or ".join(options.only) or ("not plain" if options.check else ""))
-    results = summary(found, known)
+    results = summary(found, known if options.check else {})
     for name, each in results.items():
         print(name, each["counts"])
         if options.check:

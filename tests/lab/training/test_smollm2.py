@@ -54,9 +54,8 @@ def reply(model, tokenizer):
 
 
 @needs_package
-@pytest.mark.parametrize(
-    "arm", [arm if arm.startswith("sine-lora") else pytest.param(arm, marks=pytest.mark.slow) for arm in ARMS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ARMS)
 def test_adapter_learns_and_its_files_give_the_same_model(cache, tmp_path, arm):
     recipe = get_recipe("instruct-smollm2")
     instructions = replace(recipe.task.instructions, rows=40, max_length=64, eval_rows=4)

@@ -99,9 +99,7 @@ def test_compiles_fullgraph_with_equal_outputs_and_gradients(row):
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize(
-    "backend", [None, *(pytest.param(each, marks=pytest.mark.slow) for each in ("aot_eager", "inductor"))]
-)
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @rows
 def test_saves_its_inputs_alone(row, backend, autocast):
     """aot_eager runs the same partitioner as inductor, which decides what is saved."""
