@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         names, files = [item.nodeid for item in items], {item.nodeid.partition("::")[0] for item in items}
         for case in SLOW:
             if case.partition("::")[0] in files and not any(name.startswith(case) for name in names):
-                raise pytest.UsageError(f"tests/slow.txt: there is no case {case}")
+                raise LookupError(f"tests/slow.txt: there is no case {case}")
     for item in items:
         if item.nodeid.startswith(SLOW):
             item.add_marker("slow")
