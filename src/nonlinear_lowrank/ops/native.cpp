@@ -23,7 +23,8 @@ using Optional = std::optional<Tensor>;
 using Optionals = c10::List<Optional>;
 
 // Without it compilers call what should stay in registers.
-#define NLR_INLINE inline __attribute__((always_inline))
+#define NLR_ALWAYS __attribute__((always_inline))
+#define NLR_INLINE inline NLR_ALWAYS
 
 namespace {
 
@@ -62,23 +63,48 @@ NLR_INLINE Lanes fma(Lanes x, Lanes y, Lanes z) {
 
 NLR_INLINE Lanes fma(Lanes x, Lanes y, float z) { return fma(x, y, all(z)); }
 
+// Calls body(first, count) for n numbers, a register at a time; the count of whole ones is known when compiling.
+template <class F>
+NLR_INLINE void each_register(int64_t n, const F& body) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) body(i, kLanes);
+  if (i < n) body(i, n - i);
+}
+
+NLR_INLINE Integers bits_of(Lanes x) {
+  Integers found;
+  std::memcpy(&found, &x, sizeof found);
+  return found;
+}
+
+NLR_INLINE Lanes number_of(Integers bits) {
+  Lanes found;
+  std::memcpy(&found, &bits, sizeof found);
+  return found;
+}
+
+// Whether a lane is below zero. By halves: compilers take sixteen lanes out one by one.
+NLR_INLINE bool any_negative(Integers given) {
+  using Half = int32_t __attribute__((vector_size(2 * kLanes)));
+  using Quarter = int64_t __attribute__((vector_size(kLanes)));
+  Half halves[2];
+  std::memcpy(halves, &given, sizeof halves);
+  const Half half = halves[0] | halves[1];
+  Quarter quarters[2];
+  std::memcpy(quarters, &half, sizeof quarters);
+  const Quarter quarter = quarters[0] | quarters[1];
+  return (quarter[0] | quarter[1]) & 0x8000000080000000;
+}
+
+// Not negative while |x| <= 1e5, where the rounding to quarters below is exact.
+NLR_INLINE Integers near(Lanes x) { return bits_of(all(1e5f)) - (bits_of(x) & INT32_MAX); }
+
 // Sine and cosine by one reduction modulo pi / 2 in three parts, and minimax polynomials on [-pi / 4, pi / 4]: within
-// 1.5 ulp. Beyond 1e5, where the rounding to quarters is no longer exact, and for what is not finite, double precision.
+// 1.5 ulp of arguments that are near.
 NLR_INLINE void sine_cosine(Lanes x, Lanes& sine, Lanes& cosine) {
-  const Integers far = ~((x < 1e5f) & (x > -1e5f));
-  int32_t any = 0;
-  for (int64_t i = 0; i < kLanes; ++i) any |= far[i];
-  if (__builtin_expect(any, 0)) {
-    for (int64_t i = 0; i < kLanes; ++i) {
-      sine[i] = static_cast<float>(std::sin(static_cast<double>(x[i])));
-      cosine[i] = static_cast<float>(std::cos(static_cast<double>(x[i])));
-    }
-    return;
-  }
   const Lanes shifted = fma(x, all(0.636619772f), 12582912.f);  // adding 1.5 * 2^23 rounds to an integer
   const Lanes quarters = shifted - 12582912.f;
-  Integers quarter;
-  std::memcpy(&quarter, &shifted, sizeof quarter);
+  const Integers quarter = bits_of(shifted);
   Lanes r = fma(quarters, all(-1.57079637f), x);
   r = fma(quarters, all(4.37113883e-8f), r);
   r = fma(quarters, all(1.71512494e-15f), r);
@@ -91,9 +117,32 @@ NLR_INLINE void sine_cosine(Lanes x, Lanes& sine, Lanes& cosine) {
   even = fma(even, s, 4.16666233e-2f);
   even = fma(even, s, -0.499999997f);
   even = fma(even, s, 1.f);
-  const Lanes first = (quarter & 1) == 1 ? even : odd, second = (quarter & 1) == 1 ? odd : even;
-  sine = (quarter & 2) == 2 ? -first : first;
-  cosine = ((quarter + 1) & 2) == 2 ? -second : second;
+  const Integers swapped = (quarter & 1) == 1;
+  sine = number_of(bits_of(swapped ? even : odd) ^ (quarter & 2) << 30);
+  cosine = number_of(bits_of(swapped ? odd : even) ^ (quarter + 1 & 2) << 30);
+}
+
+// Calls use(i, n, sine, cosine) for the n numbers from the i-th on; where one of all is not near (or is NaN), in double
+// precision.
+template <class F>
+NLR_INLINE void each_sine_cosine(const float* x, int64_t count, const F& use) {
+  Integers all_near{};
+  each_register(count, [&](int64_t i, int64_t n) NLR_ALWAYS { all_near |= near(load(x + i, n)); });
+  if (__builtin_expect(any_negative(all_near), 0))
+    each_register(count, [&](int64_t i, int64_t n) {
+      Lanes sine{}, cosine{};
+      for (int64_t k = 0; k < n; ++k) {
+        sine[k] = static_cast<float>(std::sin(static_cast<double>(x[i + k])));
+        cosine[k] = static_cast<float>(std::cos(static_cast<double>(x[i + k])));
+      }
+      use(i, n, sine, cosine);
+    });
+  else
+    each_register(count, [&](int64_t i, int64_t n) NLR_ALWAYS {
+      Lanes sine, cosine;
+      sine_cosine(load(x + i, n), sine, cosine);
+      use(i, n, sine, cosine);
+    });
 }
 
 const float* read(const Tensor& tensor) { return tensor.const_data_ptr<float>(); }
@@ -128,15 +177,15 @@ void activate(const Tensor& z, const Tensor& frequency, const Tensor& phase, con
   const int64_t tokens = z.size(0), r = z.size(1), stride = z.stride(0);
   const float *from = read(z), *f = read(frequency), *p = read(phase);
   float *to = written(u), *to_sine = sine ? written(*sine) : nullptr;
-  parallel(tokens, step(r), [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      for (int64_t i = 0; i < r; i += kLanes) {
-        Lanes s, c;
-        sine_cosine(fma(load(from + t * stride + i, r - i), load(f + i, r - i), load(p + i, r - i)), s, c);
-        store(c, to + t * r + i, r - i);
-        if (to_sine) store(s, to_sine + t * r + i, r - i);
-      }
-    }
+  parallel(tokens, step(r), [=](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+#pragma GCC ivdep
+      for (int64_t i = 0; i < r; ++i) to[t * r + i] = __builtin_fmaf(from[t * stride + i], f[i], p[i]);
+    float *const own = to + begin * r, *const own_sine = to_sine ? to_sine + begin * r : nullptr;
+    each_sine_cosine(own, (end - begin) * r, [=](int64_t i, int64_t n, Lanes s, Lanes c) NLR_ALWAYS {
+      store(c, own + i, n);
+      if (own_sine) store(s, own_sine + i, n);
+    });
   });
 }
 
@@ -269,12 +318,8 @@ Tensors noble_backward(
 
 // to = cos(from + phase); phase may be absent.
 void cosines(const float* from, const float* phase, int64_t n, float* to) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-    Lanes s, c, z = load(from + i, n - i);
-    if (phase) z += load(phase + i, n - i);
-    sine_cosine(z, s, c);
-    store(c, to + i, n - i);
-  }
+  for (int64_t i = 0; i < n; ++i) to[i] = from[i] + (phase ? phase[i] : 0.f);
+  each_sine_cosine(to, n, [=](int64_t i, int64_t n, Lanes, Lanes c) NLR_ALWAYS { store(c, to + i, n); });
 }
 
 // Adds u (tokens, r) up (r, width) to y, kTokens rows and kWide registers at a time; strides are between rows.
@@ -313,19 +358,16 @@ void add_columns(
 
 void add_up(
     const float* u, int64_t u_stride, const float* up, float* y, int64_t y_stride, int64_t tokens, int64_t r,
-    int64_t width, float* tile) {
-  constexpr int64_t kStep = 4 * kLanes;
-  int64_t column = 0;
-  for (; column + kStep <= width; column += kStep) {
-    const float* from = up + column;
-    if (tokens > 4) {
-      for (int64_t k = 0; k < r; ++k) std::copy_n(from + k * width, kStep, tile + k * kStep);
-      from = tile;
-    }
-    add_columns<4>(u, u_stride, from, tokens > 4 ? kStep : width, y + column, y_stride, tokens, r, 0);
+    int64_t width) {
+  constexpr int64_t kStep = 4 * kLanes, kRows = 8;
+  for (int64_t k = 0; k < r; k += kRows, u += kRows, up += kRows * width) {
+    const int64_t rows = std::min(kRows, r - k);
+    int64_t column = 0;
+    for (; column + kStep <= width; column += kStep)
+      add_columns<4>(u, u_stride, up + column, width, y + column, y_stride, tokens, rows, 0);
+    for (; column < width; column += kLanes)
+      add_columns<1>(u, u_stride, up + column, width, y + column, y_stride, tokens, rows, width - column);
   }
-  for (; column < width; column += kLanes)
-    add_columns<1>(u, u_stride, up + column, width, y + column, y_stride, tokens, r, width - column);
 }
 
 constexpr int64_t kFew = 64;  // tokens, above which BLAS adds the up projection, on all threads
@@ -339,7 +381,7 @@ Tensors noble_decode(
   const int64_t first = total - n * r;
   float* const data = written(z);
   Tensors outputs;
-  std::vector<float> buffer(tokens * r), tile(4 * kLanes * r);
+  std::vector<float> buffer(tokens * r);
   for (int64_t i = 0, start = 0; i < n; ++i) {
     const int64_t width = ups[i].size(1);
     const Tensor y = z.narrow(-1, start, width);
@@ -348,11 +390,11 @@ Tensors noble_decode(
     for (int64_t t = 0; t < tokens; ++t) cosines(u + t * total, added, r, u + t * total);
     for (size_t layer = 0; layer < mixes.size(); ++layer) {
       for (int64_t t = 0; t < tokens; ++t) std::copy_n(read(phases[layer]) + i * r, r, next + t * r);
-      add_up(u, total, read(mixes[layer]) + i * r * r, next, r, tokens, r, r, tile.data());
+      add_up(u, total, read(mixes[layer]) + i * r * r, next, r, tokens, r, r);
       for (int64_t t = 0; t < tokens; ++t) cosines(next + t * r, nullptr, r, u + t * total);
     }
     if (tokens <= kFew)
-      add_up(u, total, read(ups[i]), data + start, total, tokens, r, width, tile.data());
+      add_up(u, total, read(ups[i]), data + start, total, tokens, r, width);
     else
       rows_of(y).addmm_(rows_of(z.narrow(-1, first + i * r, r)), ups[i]);
     outputs.push_back(y);
@@ -543,24 +585,32 @@ Tensors rational_backward(
   return run(dy, x, up, a, b, Tails(limits), a0, b0);
 }
 
-// ops/sine.py: a phase of any shape, contiguous; base like it.
-
-// `out` becomes amplitude * sin(phase), plus base; where a gradient is given, the phase becomes cos(phase) * gradient,
-// and `out` may be absent. Without one, `out` may be the phase.
+// ops/sine.py: sum = amplitude sin(left right) + base, slope = gradient cos(left right), of phases that are in memory a
+// few rows at a time. Each phase is summed in the order of k, whatever the other rows and columns are.
 void sine(
-    const Tensor& phase, double amplitude, const Optional& base, const Optional& out, const Optional& gradient) {
-  float *data = written(phase), *to = out ? written(*out) : nullptr;
-  const float *slope = gradient ? read(*gradient) : nullptr, *plain = base ? read(*base) : nullptr;
+    const Tensor& left, const Tensor& right, double amplitude, const Optional& base, const Optional& gradient,
+    const Optional& sum, const Optional& slope) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  const Tensor rows = left.contiguous(), columns = right.contiguous();
+  const int64_t r = rows.size(1), width = columns.size(1), n = step(width);
+  const float *u = read(rows), *up = read(columns), *plain = base ? read(*base) : nullptr;
+  const float* slopes = gradient ? read(*gradient) : nullptr;
+  float *to = sum ? written(*sum) : nullptr, *to_slope = slope ? written(*slope) : nullptr;
   const float factor = static_cast<float>(amplitude);
-  parallel(phase.numel(), kPiece, [&](int64_t begin, int64_t end) {
-    for (int64_t at = begin; at < end; at += kLanes) {
-      Lanes s, c;
-      sine_cosine(load(data + at, end - at), s, c);
-      if (slope) store(c * load(slope + at, end - at), data + at, end - at);
-      if (!to) continue;
-      s *= factor;
-      if (plain) s += load(plain + at, end - at);
-      store(s, to + at, end - at);
+  parallel(rows.size(0), n, [=](int64_t begin, int64_t end) {
+    std::vector<float> buffer(n * width);
+    float* const phases = buffer.data();
+    for (int64_t row = begin; row < end; row += n) {
+      const int64_t tokens = std::min(n, end - row), first = row * width;
+      std::fill_n(phases, tokens * width, 0.f);
+      add_up(u + row * r, r, up, phases, width, tokens, r, width);
+      each_sine_cosine(phases, tokens * width, [=](int64_t i, int64_t n, Lanes s, Lanes c) NLR_ALWAYS {
+        if (to_slope) store(c * load(slopes + first + i, n), to_slope + first + i, n);
+        if (!to) return;
+        s *= factor;
+        if (plain) s += load(plain + first + i, n);
+        store(s, to + first + i, n);
+      });
     }
   });
 }
@@ -577,7 +627,8 @@ TORCH_LIBRARY_FRAGMENT(nonlinear_lowrank_native, m) {
         " Tensor? a0, Tensor? b0) -> Tensor");
   m.def("rational_backward(Tensor dy, Tensor x, Tensor? up, Tensor a, Tensor b, float[]? limits,"
         " Tensor? a0, Tensor? b0) -> Tensor[]");
-  m.def("sine(Tensor(a!) phase, float amplitude, Tensor? base, Tensor(b!)? out, Tensor? gradient) -> ()");
+  m.def("sine(Tensor left, Tensor right, float amplitude, Tensor? base, Tensor? gradient, Tensor(a!)? sum,"
+        " Tensor(b!)? slope) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(nonlinear_lowrank_native, CPU, m) {

@@ -231,7 +231,8 @@ class Delta:
     """One delta and what its gradients need; made anew in forward and in backward, under no_grad.
 
     All d_out x d_in tensors are in the weight's layout, (d_in, d_out) where transposed, and in `dtype`, float32 or
-    wider. The weight is needed with a magnitude; `multiply` forms (d_out, r) @ (r, d_in).
+    wider. The weight is needed with a magnitude. In C++ the phase is in no tensor; else `multiply` forms it, (d_out, r) @
+    (r, d_in).
     """
 
     def __init__(
@@ -246,12 +247,14 @@ class Delta:
         self.up, self.down = factors.up.to(dtype), factors.down.to(dtype)
         self.omega, self.amplitude, self.transposed = factors.omega, factors.amplitude, transposed
         scaled = self.up * self.omega  # on the narrow side: one pass over the wide one less
-        self.phase = multiply(self.down.t(), scaled.t()) if transposed else multiply(scaled, self.down)
+        self.sides = (self.down.t(), scaled.t()) if transposed else (scaled, self.down)
+        self.fast = native(*self.sides)
+        self.phase = multiply(*self.sides) if self.fast is None else None
         self.dora = factors.magnitude is not None
         if factors.magnitude is not None:
             assert weight is not None
             self.weight, self.dim = weight, 0 if transposed else 1
-            self.direction = _scaled_sine(self.phase, self.amplitude, weight, keep=True)
+            self.direction = self.sine(weight)
             self.norm = torch.linalg.vector_norm(self.direction, dim=self.dim)
             # a row of zeros (a padding token's, a pruned one) has no direction and stays as it is
             self.ratio = torch.where(self.norm > 0, factors.magnitude.to(self.norm.dtype) / self.norm, 1.0)
@@ -260,39 +263,53 @@ class Delta:
         """Return (d_out) so that it multiplies rows in the layout."""
         return per_row if self.transposed else per_row[:, None]
 
-    def value(self, *, keep_phase: bool = False) -> Tensor:
-        """Return the delta, a new tensor; it takes the phase's memory unless that is still needed."""
-        sine = _scaled_sine(self.phase, self.amplitude, None, keep=keep_phase)
+    def sine(self, base: Tensor | None) -> Tensor:
+        """Return amplitude * sin(phase), plus base, a new tensor."""
+        sine, _ = self._pass(base, None)
+        assert sine is not None
+        return sine
+
+    def value(self) -> Tensor:
+        """Return the delta, a new tensor."""
+        sine = self.sine(None)
         if not self.dora:
             return sine
         # ratio * (W + D') - W, written so that ratio = 1 and D' = 0 give an exact 0
         return sine.mul_(self.rows(self.ratio)).add_(self.weight * self.rows(self.ratio - 1))
 
-    def added(self, total: Tensor | None, base: Tensor | None, *, keep_phase: bool = False) -> Tensor:
+    def added(self, total: Tensor | None, base: Tensor | None) -> Tensor:
         """Return `added` of this delta, in one pass where it is the first."""
-        if total is None and not self.dora:
-            return _scaled_sine(self.phase, self.amplitude, base, keep=keep_phase)
-        return added(total, self.value(keep_phase=keep_phase), base)
+        return self.sine(base) if total is None and not self.dora else added(total, self.value(), base)
 
     def factor_gradients(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Return those of up and down, by the gradient of the weight; overwrites the phase."""
-        if (fast := _native(self.phase, gradient)) is not None:
-            fast.sine(self.phase, 0.0, None, None, gradient)
+        """Return those of up and down, by the gradient of the weight."""
+        return self._products(self._pass(None, gradient, value=False)[1])
+
+    def sum_and_gradients(self, gradient: Tensor, base: Tensor | None) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Return `sine` and `factor_gradients` from one pass."""
+        sine, slope = self._pass(base, gradient)
+        return sine, *self._products(slope)
+
+    def _pass(
+        self, base: Tensor | None, gradient: Tensor | None, *, value: bool = True
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return amplitude * sin(phase) + base (None without `value`) and gradient * cos(phase), new tensors."""
+        ours = sine = slope = None
+        if self.phase is None:
+            if value:
+                ours = base if base is not None and base.is_contiguous() and native(base) is not None else None
+                sine = self.up.new_empty(self.sides[0].shape[0], self.sides[1].shape[1])
+            if gradient is not None:
+                gradient = gradient.to(self.up.dtype).contiguous()
+                slope = torch.empty_like(gradient)
+            self.fast.sine(*self.sides, self.amplitude, ours, gradient, sine, slope)
         else:
-            self.phase.cos_().mul_(gradient)
-        return self._products()
+            sine = self.phase.sin().mul_(self.amplitude) if value else None
+            slope = self.phase.cos().mul_(gradient) if gradient is not None else None
+        return sine if sine is None or base is ours else sine.add_(base), slope  # type: ignore[arg-type]
 
-    def sum_and_gradients(self, gradient: Tensor, base: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return `added` of a first delta and `factor_gradients` from one pass, or None where that is not to be had."""
-        if self.dora or (fast := _native(self.phase, gradient, base)) is None:
-            return None
-        total = torch.empty_like(self.phase)
-        fast.sine(self.phase, self.amplitude, base, total, gradient)
-        return total, *self._products()
-
-    def _products(self) -> tuple[Tensor, Tensor]:
-        """Return `factor_gradients` where the phase is cos(phase) * gradient."""
-        dphase = self.phase
+    def _products(self, dphase: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `factor_gradients`, by cos(phase) * gradient, which is overwritten."""
         if self.dora:
             dphase.mul_(self.rows(self.ratio))
         if self.transposed:
@@ -321,22 +338,6 @@ def added(total: Tensor | None, value: Tensor, base: Tensor | None) -> Tensor:
     return value if base is None else value.add_(base)
 
 
-def _native(*tensors: Tensor | None) -> Any:
-    """Return the C++ operators where these tensors are theirs to read."""
-    return native(*tensors) if all(each is None or each.is_contiguous() for each in tensors) else None
-
-
-def _scaled_sine(phase: Tensor, amplitude: float, base: Tensor | None, *, keep: bool) -> Tensor:
-    """Return amplitude * sin(phase), plus base, in the phase's memory unless that is kept."""
-    if (fast := _native(phase)) is not None:  # whatever the base is, so that the sine always has the same bits
-        sine = torch.empty_like(phase) if keep else phase
-        together = base if base is None or _native(base) is not None else None
-        fast.sine(phase, amplitude, together, sine, None)
-        return sine if base is together else sine.add_(base)  # type: ignore[arg-type]
-    sine = (phase.sin() if keep else phase.sin_()).mul_(amplitude)
-    return sine if base is None else sine.add_(base)
-
-
 def delta_gradients(
     deltas: Iterable[Delta], gradient: Tensor, base: Tensor | None, wanted: Sequence[bool], *, value: bool
 ) -> tuple[list[Tensor | None], Tensor, Tensor | None]:
@@ -349,13 +350,12 @@ def delta_gradients(
     rows = zip(deltas, wanted[::3], wanted[1::3], wanted[2::3], strict=True)
     for delta, up_wanted, down_wanted, magnitude_wanted in rows:
         dup = ddown = dmagnitude = None
-        together = value and total is None and (up_wanted or down_wanted)
-        if together and (found := delta.sum_and_gradients(gradient, base)) is not None:
-            total, dup, ddown = found
+        if value and total is None and not delta.dora and (up_wanted or down_wanted):
+            total, dup, ddown = delta.sum_and_gradients(gradient, base)
             gradients += [dup, ddown, None]
             continue
         if value:
-            total = delta.added(total, base, keep_phase=up_wanted or down_wanted)
+            total = delta.added(total, base)
         if magnitude_wanted:
             dmagnitude = delta.magnitude_gradient(gradient)
         if delta.dora:
