@@ -1,10 +1,12 @@
 """Our operators beside their plain formulas, a row each; tests that hold for every operator run over these rows."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -227,6 +229,11 @@ ROWS |= {
     for form in FORMS
     for name, tails in _TAILS.items()
 }
+_SIBLINGS = re.compile(
+    r"noble-(tanh|leaky_relu|silu)\d|noble-gelu1-.+|sine\+dora\+sine-(?!merged).+|lowrank-(sigmoid|relu)|rational.+-tails"
+)
+COMPILED_ROWS = [pytest.param(row, marks=[pytest.mark.slow] * bool(_SIBLINGS.fullmatch(row))) for row in ROWS]
+"""For tests that compile: a row that differs from another by an elementwise function or by the layer alone is slow."""
 MORE_ROWS = {
     f"noble-{name}{depth}-{form}": partial(noble, name, depth, form)
     for name, depth in BOTTLENECKS

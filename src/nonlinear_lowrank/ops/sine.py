@@ -231,8 +231,8 @@ class Delta:
     """One delta and what its gradients need; made anew in forward and in backward, under no_grad.
 
     All d_out x d_in tensors are in the weight's layout, (d_in, d_out) where transposed, and in `dtype`, float32 or
-    wider. The weight is needed with a magnitude. In C++ the phase is in no tensor; else `multiply` forms it, (d_out, r) @
-    (r, d_in).
+    wider. The weight is needed with a magnitude. In C++ the phase is in no tensor; elsewhere `multiply` forms it,
+    (d_out, r) @ (r, d_in).
     """
 
     def __init__(
@@ -265,8 +265,7 @@ class Delta:
 
     def sine(self, base: Tensor | None) -> Tensor:
         """Return amplitude * sin(phase), plus base, a new tensor."""
-        sine, _ = self._pass(base, None)
-        assert sine is not None
+        sine: Tensor = self._pass(base, None)[0]
         return sine
 
     def value(self) -> Tensor:
@@ -285,15 +284,13 @@ class Delta:
         """Return those of up and down, by the gradient of the weight."""
         return self._products(self._pass(None, gradient, value=False)[1])
 
-    def sum_and_gradients(self, gradient: Tensor, base: Tensor | None) -> tuple[Tensor | None, Tensor, Tensor]:
+    def sum_and_gradients(self, gradient: Tensor, base: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return `sine` and `factor_gradients` from one pass."""
         sine, slope = self._pass(base, gradient)
         return sine, *self._products(slope)
 
-    def _pass(
-        self, base: Tensor | None, gradient: Tensor | None, *, value: bool = True
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return amplitude * sin(phase) + base (None without `value`) and gradient * cos(phase), new tensors."""
+    def _pass(self, base: Tensor | None, gradient: Tensor | None, *, value: bool = True) -> tuple[Any, Any]:
+        """Return amplitude * sin(phase) + base, where `value`, and gradient * cos(phase), where it is given."""
         ours = sine = slope = None
         if self.phase is None:
             if value:
@@ -306,7 +303,7 @@ class Delta:
         else:
             sine = self.phase.sin().mul_(self.amplitude) if value else None
             slope = self.phase.cos().mul_(gradient) if gradient is not None else None
-        return sine if sine is None or base is ours else sine.add_(base), slope  # type: ignore[arg-type]
+        return sine if sine is None or base is None or base is ours else sine.add_(base), slope
 
     def _products(self, dphase: Tensor) -> tuple[Tensor, Tensor]:
         """Return `factor_gradients`, by cos(phase) * gradient, which is overwritten."""

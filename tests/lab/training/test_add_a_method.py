@@ -10,6 +10,17 @@ import pytest
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "add-a-method.md"
 
+NLR = """
+import contextlib, io
+
+def nlr_says(*arguments):
+    from nlr_lab.cli.main import main
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main([str(each) for each in arguments]) == 0
+    return said.getvalue()
+"""
+
 MODEL = """
 import torch, transformers
 import nonlinear_lowrank as nlr
@@ -42,17 +53,16 @@ def site(tmp_path_factory):
 
 @pytest.fixture
 def run(site, tmp_path):
-    """Run a program, or `nlr` with arguments, in a process that has the package; returns what it prints."""
+    """Run a program in a process that has the package; `nlr_says(*arguments)` in it returns what the command prints."""
 
-    def run(*command):
+    def run(program):
         path = os.pathsep.join([str(site), *filter(None, sys.path)])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        start = ["-c", *command] if len(command) == 1 else ["-m", "nlr_lab", *map(str, command)]
         done = subprocess.run(
-            [sys.executable, *start], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-        )
+            [sys.executable, "-c", NLR + program], env=environment, cwd=tmp_path, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout
 
     return run
 
@@ -95,8 +105,8 @@ assert nlr.hub.convert("plain", "converted", GluConfig(rank=4)).bit_equal
 adapted = peft.get_peft_model(model, GluAdapterConfig(r=4, target_modules="all-linear", init_weights=False))
 adapted.save_pretrained("adapter")
 torch.save(adapted(tokens).logits, "logits.pt")
+assert "bit-equal" in nlr_says("convert", "plain", "by-command", "--method", "glu", "--rank", 4)
 """)
-    assert "bit-equal" in run("convert", "plain", "by-command", "--method", "glu", "--rank", 4)
     run(f"""{MODEL}
 import peft
 base = AutoModelForCausalLM.from_pretrained("plain")
@@ -104,13 +114,16 @@ assert torch.equal(peft.PeftModel.from_pretrained(base, "adapter")(tokens).logit
 """)
 
 
-def test_arms_inspect_and_bench(run, tmp_path):
-    small = ["--layers", 1, "--width", 16, "--heads", 2, "--hidden", 16, "--sequence-length", 16]
-    arms = ["--arms", "baseline", "glu:rank=2"]
-    settings = ["--steps", 4, "--warmup-steps", 1, "--eval-every", 2, "--batch-size", 2, "--seeds", 1]
-    run("compare", "llm-demo", *arms, *small, *settings, "--out", tmp_path / "compared")
-    assert "glu-r2" in (tmp_path / "compared" / "report.md").read_text()
-    plain, branched = (run("inspect", "llm-demo", "--arm", arm, "--json") for arm in ("baseline", "glu:rank=4"))
-    assert plain != branched != ""
-    bench = ["--layers", 1, "--width", 16, "--heads", 2, "--rounds", 1, "--modes", "eager"]
-    assert "glu r=4" in run("bench", "step", "--methods", "glu", "--ranks", 4, *bench)
+def test_arms_inspect_and_bench(run):
+    run("""
+from pathlib import Path
+small = ["--layers", 1, "--width", 16, "--heads", 2]
+sizes = [*small, "--hidden", 16, "--sequence-length", 16, "--arms", "baseline", "glu:rank=2"]
+settings = ["--steps", 4, "--warmup-steps", 1, "--eval-every", 2, "--batch-size", 2, "--seeds", 1]
+nlr_says("compare", "llm-demo", *sizes, *settings, "--out", "compared")
+assert "glu-r2" in Path("compared/report.md").read_text()
+plain, branched = (nlr_says("inspect", "llm-demo", "--arm", arm, "--json") for arm in ("baseline", "glu:rank=4"))
+assert plain != branched != ""
+bench = ["--rounds", 1, "--modes", "eager"]
+assert "glu r=4" in nlr_says("bench", "step", "--methods", "glu", "--ranks", 4, *small, *bench)
+""")

@@ -13,7 +13,7 @@ import nonlinear_lowrank as nlr
 from adapter_helpers import PEFT_WARNINGS
 from adapter_helpers import ROWS as ADAPTERS
 from model_helpers import gpt2, opt, randomised
-from op_helpers import ROWS, assert_all_close
+from op_helpers import COMPILED_ROWS, ROWS, assert_all_close
 
 # Forward mode imports torch.jit.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning", *PEFT_WARNINGS)
@@ -113,7 +113,7 @@ def test_batches_of_gradients_are_the_formulas(row):
         assert_all_close([each[at] for each in transformed], expected, **CLOSE)
 
 
-@rows
+@pytest.mark.parametrize("row", COMPILED_ROWS)
 def test_transforms_compile_fullgraph(row):
     torch.compiler.reset()
     case = ROWS[row]()

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from nonlinear_lowrank.analysis.saved import saved_bytes
-from op_helpers import MORE_ROWS, ROWS, assert_all_close, strided
+from op_helpers import COMPILED_ROWS, MORE_ROWS, ROWS, assert_all_close, strided
 from rounding_helpers import assert_as_good_as_plain, cast, jittered
 
 rows = pytest.mark.parametrize("row", ROWS)
+compiled_rows = pytest.mark.parametrize("row", COMPILED_ROWS)
 SMALL = {"batch": (3,), "d_in": 5, "d_out": 4, "r": 2}
 
 
@@ -82,7 +83,7 @@ def test_error_is_at_most_twice_the_formulas(row, dtype):
     assert_as_good_as_plain(found, case.gradients(case.plain, dys), exact, moved)
 
 
-@rows
+@compiled_rows
 def test_compiles_fullgraph_with_equal_outputs_and_gradients(row):
     torch.compiler.reset()
     case = ROWS[row](dtype=torch.float32)
@@ -98,9 +99,18 @@ def test_compiles_fullgraph_with_equal_outputs_and_gradients(row):
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
-@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@rows
+@pytest.mark.parametrize(
+    ("backend", "autocast"),
+    [
+        (None, False),
+        (None, True),
+        ("aot_eager", True),
+        pytest.param("aot_eager", False, marks=pytest.mark.slow),
+        pytest.param("inductor", False, marks=pytest.mark.slow),
+        pytest.param("inductor", True, marks=pytest.mark.slow),
+    ],
+)
+@compiled_rows
 def test_saves_its_inputs_alone(row, backend, autocast):
     """aot_eager runs the same partitioner as inductor, which decides what is saved."""
     torch.compiler.reset()
