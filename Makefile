@@ -44,7 +44,8 @@ DEMO_TUNING := --rows 60 --max-length 96 --eval-rows 4 --batch-size 1 --epochs N
 DEMO_END := FNR == 1 { said = rows = 0; print "\n" substr($$0, 3) } /^- / && !said++ { print substr($$0, 3) } \
 	/^\#\# Every run/ { rows = 0; print "" } /^\|/ && rows >= 0 { rows = 1; print } !/^\|/ && rows > 0 { rows = -1 }
 
-.PHONY: help setup demo parts test test-peers test-peers-part peers fuzz test-deepspeed test-onnx test-trackers test-all lint format figures docs lock clean
+.PHONY: help setup demo parts test test-peers test-transformers-part test-peft-part test-tutorials peers \
+	fuzz test-deepspeed test-onnx test-trackers test-all lint format figures docs lock clean
 
 help:
 	@sed -n '1,8s/^# //p' Makefile
@@ -155,11 +156,15 @@ test-peers: $(PEFT)/.installed $(TRANSFORMERS)/.installed
 	$(BIN)/python tests/peers/transformers_run.py $(TRANSFORMERS) --check -n $(WORKERS)
 	$(BIN)/python tests/peers/run.py $(PEFT) --check -n $(WORKERS) --peers $(PEERS)
 
-# A sample for CI, under two minutes.
-test-peers-part: $(PEFT)/.installed $(TRANSFORMERS)/.installed
+# A sample for CI.
+test-transformers-part: $(TRANSFORMERS)/.installed
 	$(BIN)/python tests/peers/transformers_run.py $(TRANSFORMERS) --check -n $(WORKERS) --only Llama_sine T5_noble
-	$(BIN)/python tests/peers/run.py $(PEFT) --check -n $(WORKERS) --peers sine-lora \
-		--only decoder_models target_parameters config
+
+test-peft-part: $(PEFT)/.installed
+	$(BIN)/python tests/peers/run.py $(PEFT) --check -n $(WORKERS) --peers sine-lora --only decoder_models config
+
+test-tutorials: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) tests/test_tutorials.py tests/test_docs.py
 
 peers: $(PEFT)/.installed $(TRANSFORMERS)/.installed
 	$(BIN)/python tests/peers/transformers_run.py $(TRANSFORMERS) -n $(WORKERS)
