@@ -6,6 +6,7 @@ with and without it.
 """
 
 import ast
+import functools
 import importlib.util
 import inspect
 import re
@@ -111,6 +112,7 @@ def _is_part(node: ast.ImportFrom) -> bool:
     return bool(node.level) or str(node.module).startswith(f"{_PACKAGE}.")
 
 
+@functools.cache
 def _tree(part: str) -> tuple[str, ast.Module]:
     source = inspect.getsource(importlib.import_module(part))
     return source, ast.parse(source)
