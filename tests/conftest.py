@@ -1,5 +1,6 @@
 """Shared by all tests: one thread, seeds, and NaN in memory that nobody wrote."""
 
+import gc
 import os
 import random
 import zlib
@@ -50,6 +51,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="../shared/data is absent"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: collections of garbage, one in each run of a Trainer, need not go through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
