@@ -118,20 +118,23 @@ NLR_INLINE void sine_cosine(Lanes x, Lanes& sine, Lanes& cosine) {
   even = fma(even, s, -0.499999997f);
   even = fma(even, s, 1.f);
   const Integers swapped = (quarter & 1) == 1;
-  sine = number_of(bits_of(swapped ? even : odd) ^ (quarter & 2) << 30);
-  cosine = number_of(bits_of(swapped ? odd : even) ^ (quarter + 1 & 2) << 30);
+  sine = number_of(bits_of(swapped ? even : odd) ^ ((quarter & 2) << 30));
+  cosine = number_of(bits_of(swapped ? odd : even) ^ (((quarter + 1) & 2) << 30));
 }
 
-// Calls use(i, n, sine, cosine) for the n numbers from the i-th on; where one of all is not near (or is NaN), in double
-// precision.
+// Calls use(i, n, sine, cosine) for the n numbers from the i-th on. Those that are not near, infinities and NaN among
+// them, are done in double precision.
 template <class F>
 NLR_INLINE void each_sine_cosine(const float* x, int64_t count, const F& use) {
   Integers all_near{};
   each_register(count, [&](int64_t i, int64_t n) NLR_ALWAYS { all_near |= near(load(x + i, n)); });
   if (__builtin_expect(any_negative(all_near), 0))
     each_register(count, [&](int64_t i, int64_t n) {
-      Lanes sine{}, cosine{};
+      Lanes sine, cosine;
+      sine_cosine(load(x + i, n), sine, cosine);
+      const Integers is_near = near(load(x + i, n));
       for (int64_t k = 0; k < n; ++k) {
+        if (is_near[k] >= 0) continue;
         sine[k] = static_cast<float>(std::sin(static_cast<double>(x[i + k])));
         cosine[k] = static_cast<float>(std::cos(static_cast<double>(x[i + k])));
       }

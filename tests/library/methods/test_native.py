@@ -127,6 +127,9 @@ def test_sine_is_right_to_two_units_in_the_last_place():
     found = _sine(torch.tensor([[float("inf"), -float("inf"), float("nan"), 0.0, -0.0]]), 2.0, torch.ones(1, 5))
     assert found.isnan().tolist() == [[True, True, True, False, False]]
     assert found[0, 3:].tolist() == [1.0, 1.0]
+    phase = torch.randn(1, 100)
+    phase[0, 3] = 1e7
+    assert torch.equal(_sine(phase, 1.0, None)[:, 4:], _sine(phase[:, 4:].contiguous(), 1.0, None))
 
 
 def test_a_delta_has_the_same_bits_whatever_it_is_added_to():
