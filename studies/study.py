@@ -118,9 +118,10 @@ def kept_runs(folder: Path, work: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with tarfile.open(folder / _RUNS, "w:xz") as runs:
-            for file in sorted(file for pattern in _KEPT for file in work.glob(pattern)):
-                runs.add(file, file.relative_to(work))
+        if files := sorted(file for pattern in _KEPT for file in work.glob(pattern)):
+            with tarfile.open(folder / _RUNS, "w:xz") as runs:
+                for file in files:
+                    runs.add(file, file.relative_to(work))
 
 
 def noble_arms(wider: float, ranks: Iterable[int]) -> list[Arm]:
