@@ -22,7 +22,7 @@ from torch._C import _len_torch_dispatch_stack as _modes
 
 from .kernels import enabled
 
-SOURCE = Path(__file__).with_name("native.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("native.cpp", "lanes.h")]
 _VECTORS = {
     "AVX512": ["-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mprefer-vector-width=512"],
     "AVX2": ["-mavx2", "-mfma"],
@@ -66,7 +66,8 @@ def _built(vectors: list[str]) -> Path:
     how = ["-O3", "-std=c++20", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
     links = [f"-L{torch_path / 'lib'}", "-ltorch_cpu", "-lc10"]
     command = [os.environ.get("CXX", "c++"), *how, *vectors, *includes]
-    mark = hashlib.sha256(SOURCE.read_bytes() + repr((torch.__version__, platform.machine(), command)).encode())
+    parts = [*map(Path.read_bytes, SOURCES), repr((torch.__version__, platform.machine(), command)).encode()]
+    mark = hashlib.sha256(b"".join(parts))
     user = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "nonlinear-lowrank")
     folder = Path(os.environ.get("NLR_CACHE") or user).expanduser()
     path = folder / f"native-{mark.hexdigest()[:16]}.so"
@@ -74,6 +75,8 @@ def _built(vectors: list[str]) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as own:  # of this process: others may build at the same time
             made = Path(own) / path.name
-            subprocess.run([*command, str(SOURCE), "-o", str(made), *links], check=True, capture_output=True, text=True)
+            subprocess.run(
+                [*command, str(SOURCES[0]), "-o", str(made), *links], check=True, capture_output=True, text=True
+            )
             made.replace(path)
     return path
