@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: collections of garbage, one in each run of a Trainer, need not go through it again."""
+    """Keep imported objects out of garbage collection, which every run of a Trainer asks for."""
     gc.collect()
     gc.freeze()
 

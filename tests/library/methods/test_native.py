@@ -160,9 +160,10 @@ def test_done_without_in_silence(setting, tmp_path):
 
 
 def test_built_once_and_kept(tmp_path):
+    assert native(torch.ones(1)) is not None
     (built,) = (each for each in torch.ops.loaded_libraries if "native-" in each)
     compiler, cache = tmp_path / "c++", tmp_path / "cache"
-    compiler.write_text(f"#!/bin/sh\nwhile [ $1 != -o ]; do shift; done\ncp {built} $2\n")  # in a moment
+    compiler.write_text(f"#!/bin/sh\nwhile [ $1 != -o ]; do shift; done\ncp '{built}' \"$2\"\n")  # in a moment
     compiler.chmod(0o755)
     code = "import torch; from nonlinear_lowrank.ops.native import native; assert native(torch.ones(1)) is not None"
     environment = {**os.environ, "NLR_CACHE": str(cache), "CXX": str(compiler)}
