@@ -298,7 +298,7 @@ class Tuning(ArmKind):
 
     | arm                   | peft config        | trained                                              |
     |-----------------------|--------------------|------------------------------------------------------|
-    | full                  | -                  | every weight                                         |
+    | full                  | -                  | every weight, or those that `include` names fully    |
     | head                  | -                  | the new head; the pretrained part is frozen          |
     | lora, dora            | LoraConfig         | B A; DoRA adds a magnitude                           |
     | peanut                | PeanutConfig       | peft's own nonlinear adapter                         |
@@ -316,9 +316,15 @@ class Tuning(ArmKind):
     def read(self, settings: Settings) -> dict[str, Any]:
         full = dict(settings)
         if (adapter := self.adapter) is None:
-            if full:
-                raise UserError(f"{self.name} has no setting {next(iter(full))!r}; it takes lr=, grid= and name=")
-            return {}
+            own = ("include",) if self.everything else ()
+            if odd := [key for key in full if key not in own]:
+                takes = ", ".join(f"{key}=" for key in (*own, "lr", "grid"))
+                raise UserError(f"{self.name} has no setting {odd[0]!r}; it takes {takes} and name=")
+            try:
+                re.compile(str(full.get("include", "")))
+            except re.error as error:
+                raise UserError(f"include={full['include']!r} is not a regular expression: {error}") from error
+            return full
         known = {each.name for each in dataclasses.fields(_config_class(adapter))} - _NOT_SETTINGS - set(adapter.fixed)
         for key, value in full.items():
             if key not in known and not (key == "plus" and "plus" in adapter.shown):
@@ -343,13 +349,19 @@ class Tuning(ArmKind):
         """Return the model with what is not trained frozen; with an adapter a `PeftModel`."""
         if setup is None:
             raise UserError(f"{self.name} tunes a pretrained model, and this recipe trains one from scratch")
-        if self.everything:
-            return model.requires_grad_(True)
         if self.adapter is not None:
             return self._adapt(model, self.adapter, settings, setup, verbose)
-        if not setup.head:
+        model.requires_grad_(self.everything and "include" not in settings)
+        if self.everything:
+            include = settings.get("include", ".*")
+            found = {name: each for name, each in model.named_parameters() if re.fullmatch(include, name)}
+            if not found:
+                like = next(name for name, _ in model.named_parameters())
+                raise UserError(f"include={include!r} matches no parameter's whole name; one is {like}")
+            for each in found.values():
+                each.requires_grad_(True)
+        elif not setup.head:
             raise UserError(f"{self.name} trains a new head, and this model has none; choose another arm")
-        model.requires_grad_(False)
         for name in setup.head:
             model.get_submodule(name).requires_grad_(True)
         return model
