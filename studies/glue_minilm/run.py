@@ -1,12 +1,14 @@
 """Adapters side by side at a few hundred to a few thousand parameters (Table 1 of sine_lowrank.txt in small).
 
-    python -m studies.glue_minilm.run DATA [--task cola|stsb|start|all] [--seeds 3] [--threads 1] [--work FOLDER]
+    python -m studies.glue_minilm.run DATA [--task cola|stsb|start|settle|all] [--seeds 3] [--threads 1]
+                                      [--work FOLDER] [--workers 2]
 
 MiniLM, a sentence encoder of 22.6M parameters, on CoLA (3 epochs, Matthews correlation on GLUE's development set) and
 on STS-B (2 epochs, Pearson correlation on its development set, and once more on its labelled test set). DATA holds
-GLUE's files as `nlr finetune --source` takes them. "start" is NoRA's first draw, on STS-B, one epoch. Every arm trains
-the same new head on the mean of the tokens, from the same draw, at one learning rate (1e-3): arms differ in their
-adapters alone, and the arm `head` is that head alone.
+GLUE's files as `nlr finetune --source` takes them. "start" is NoRA's first draw, on STS-B, one epoch; "settle" is
+NoRA against controls of as few numbers, in the last three layers, 125 steps. Every arm trains the same new head on the
+mean of the tokens, from the same draw, at one learning rate (1e-3; in "settle" tuned together with the arm's own): arms
+differ in their adapters alone, and the arm `head` is that head alone.
 
 For every arm three learning rates are tried on one seed and the best is taken on a tenth held out of the training
 data; where it is at the edge, the grid is extended, at most twice. Then it runs with three other seeds.
@@ -27,10 +29,11 @@ from nlr_lab.recipes import get_recipe
 from nlr_lab.training import Arm
 from nlr_lab.training.recipe import Recipe
 from nonlinear_lowrank import UserError
-from studies.study import one_line_errors, run_study, study_parser
+from studies.study import kept_runs, one_line_errors, run_study, study_parser
 
 HERE = Path(__file__).parent
-EPOCHS = {"cola": 3, "stsb": 2, "start": 1}  # "start": on STS-B
+EPOCHS = {"cola": 3, "stsb": 2, "start": 1, "settle": None}  # the last two: on STS-B
+SETTLE_STEPS = 125
 # At the zero start a step of Adam moves sine-LoRA's weight omega / sqrt(384) times as far as LoRA's: 10 times at omega
 # 200. LoRA's learning rates divided by that were too low (Matthews 0.02, Pearson 0.26 at 1e-4), so its grids begin
 # three times higher. The learning rate of `head` is fixed in every arm and needs no grid.
@@ -48,6 +51,23 @@ START = (
     f"nora:r=2,groups=8,init_std=0.02,fit_range=3,{START_GRID},name=std-0.02-range-3",
     "head:lr=1e-3",
 )
+_LAST, _HEAD = r".*layer\.[345]\.", "head_lr=1e-3/1e-2"
+_NORA = rf"target_modules={_LAST}intermediate\.intermediate_act_fn,grid=1e-3/1e-2/1e-1,{_HEAD}"
+_NORMS = "/".join(f"layer.{i}.{part}output.LayerNorm" for i in (3, 4, 5) for part in ("", "attention."))
+SETTLE = (
+    "head:grid=1e-3/1e-2/1e-1",
+    f"nora:r=2,groups=8,{_NORA},name=nora",
+    f"nora:r=2,groups=8,init_std=0.1414,{_NORA},name=nora-std-0.14",
+    f"nora:r=3,groups=8,tuning=shared,{_NORA},name=nora-released",
+    f"nora:r=2,groups=96,{_NORA},name=nora-96-groups",
+    f"nora:r=2,groups=1536,{_NORA},name=nora-each-channel",
+    f"nora:r=2,groups=8,modules_to_save={_NORMS},{_NORA},name=nora-and-norms",
+    rf"full:include={_LAST}.*LayerNorm\..*,grid=1e-3/3e-3/1e-2,{_HEAD},name=norms",
+    rf"full:include={_LAST}.*bias,grid=1e-3/3e-3/1e-2,{_HEAD},name=bitfit",
+    rf"full:include={_LAST}(intermediate|output)\.dense\.bias,grid=1e-3/1e-2/1e-1,{_HEAD},name=feed-forward-biases",
+    rf"lora:r=1,target_modules={_LAST}(intermediate|output)\.dense,grid=1e-3/3e-3/1e-2,{_HEAD},name=lora-feed-forward",
+    rf"lora:r=1,target_modules={_LAST}.*(query|value),grid=1e-3/3e-3/1e-2,{_HEAD},name=lora",
+)
 OMEGAS = ("sine-lora:r=1,omega=50,grid=1e-3/3e-3/1e-2", "sine-lora:r=1,omega=800,grid=1e-4/3e-4/1e-3")
 
 
@@ -55,16 +75,19 @@ def recipe_of(data: Path, task: str, threads: int) -> Recipe:
     """Return the recipe that all arms of a task share."""
     recipe = get_recipe("glue-minilm")
     glue: Any = recipe.task
+    length = {"epochs": EPOCHS[task]}
+    if task == "settle":
+        length |= dict.fromkeys(("steps", "eval_every", "save_every"), SETTLE_STEPS)
     return replace(
         recipe,
-        task=replace(glue, glue=replace(glue.glue, task="stsb" if task == "start" else task, source=str(data))),
-        train=replace(recipe.train, epochs=EPOCHS[task], threads=threads, tracker="none"),
+        task=replace(glue, glue=replace(glue.glue, task="cola" if task == "cola" else "stsb", source=str(data))),
+        train=replace(recipe.train, **length, threads=threads, tracker="none"),
     )
 
 
-def study(recipe: Recipe, task: str, seeds: int, work: Path) -> None:
+def study(recipe: Recipe, task: str, seeds: int, work: Path, workers: int | None) -> None:
     """One task, all arms."""
-    texts = START if task == "start" else (*ARMS, *(OMEGAS if task == "cola" else ()))
+    texts = {"start": START, "settle": SETTLE, "cola": (*ARMS, *OMEGAS)}.get(task, ARMS)
     run_study(
         recipe,
         work / task,
@@ -73,7 +96,8 @@ def study(recipe: Recipe, task: str, seeds: int, work: Path) -> None:
         arms=[Arm.parse(text) for text in texts],
         seeds=seeds,
         timing_rounds=0,
-        max_extensions=1 if task == "start" else 2,
+        max_extensions=2 if task in ("cola", "stsb") else 1,
+        workers=workers,
         command=f"python -m studies.glue_minilm.run DATA --task {task} --seeds {seeds}",
     )
 
@@ -148,11 +172,12 @@ def _spread(values: list[float]) -> str:
 def main() -> None:
     parser = study_parser(__doc__, "glue_minilm", "data")
     parser.add_argument("--task", choices=(*EPOCHS, "all"), default="all")
+    parser.add_argument("--workers", type=int, help="runs side by side")
     arguments = parser.parse_args()
     for task in EPOCHS if arguments.task == "all" else (arguments.task,):
-        with one_line_errors(task):
+        with one_line_errors(task), kept_runs(HERE, arguments.work):
             recipe = recipe_of(arguments.data, task, arguments.threads)
-            study(recipe, task, arguments.seeds, arguments.work)
+            study(recipe, task, arguments.seeds, arguments.work, arguments.workers)
             if task == "stsb":  # CoLA's test set has no labels
                 score_test(recipe, task, arguments.work)
 

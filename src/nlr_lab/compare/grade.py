@@ -3,7 +3,7 @@
 | condition     | met where                                                                                         |
 |---------------|---------------------------------------------------------------------------------------------------|
 | seeds         | three or more, and p after Holm's correction is below 0.05                                        |
-| tuned         | the learning rates of both arms were tuned, and neither best one lies at the edge of its grid     |
+| tuned         | the learning rates of both arms were tuned, and no best one lies at the edge of its grid          |
 | flattened     | neither curve improved by more than the difference over the last fifth of its steps               |
 | evaluations   | there are enough to tell that, and to read a speed off: ten a curve, and no crossing at the first |
 | equal FLOPs   | it has no more FLOPs than the other arm, or is better than a control that has as many as it       |
@@ -54,8 +54,9 @@ def grade_text(met: Sequence[str]) -> str:
 
 
 def _tuned(arm: Record) -> bool:
-    rates = [run["lr"] for run in arm["tuning"]]
-    return bool(rates) and min(rates) < arm["lr"] < max(rates)
+    names = ("lr",) if arm["head_lr"] is None else ("lr", "head_lr")
+    tried = [(arm[name], [run[name] for run in arm["tuning"]]) for name in names]
+    return bool(arm["tuning"]) and all(min(rates) < best < max(rates) for best, rates in tried)
 
 
 def _equal_flops(results: Record, arms: Mapping[str, Record], name: str, other: str) -> bool:

@@ -208,7 +208,8 @@ class ModelTrials(Trials):
 
     def choices(self, arm: Arm, grid: Sequence[float]) -> list[Choice]:
         rates = (arm.lr,) if arm.lr is not None else sorted(arm.grid) or grid or (self.recipe.train.lr,)
-        return [Choice(lr=tidy(rate)) for rate in rates]
+        heads = sorted(map(tidy, arm.head_lr)) if arm.head_lr else (None,)
+        return [Choice(lr=tidy(rate), head_lr=head) for head in heads for rate in rates]
 
     def join(self, out: Path) -> None:
         if world_size() > 1:
@@ -241,7 +242,8 @@ class ModelTrials(Trials):
 
     def run(self, arm: Arm, choice: Choice, seed: int, folder: Path, *, resume: bool, stop: Stop | None) -> None:
         train = replace(self.recipe.train, lr=choice.lr, seed=seed)
-        recipe = replace(self.recipe, arm=replace(arm, lr=choice.lr, grid=()), train=train)
+        head = () if choice.head_lr is None else (choice.head_lr,)
+        recipe = replace(self.recipe, arm=replace(arm, lr=choice.lr, grid=(), head_lr=head), train=train)
         known = {"prepared": self.prepared, "quiet": self.quiet, "report": False, "stop": stop}
         self.train(recipe, folder, resume=resume, overwrite=False, **known)
 
@@ -252,6 +254,7 @@ class ModelTrials(Trials):
         return Run(
             seed=seed,
             lr=choice.lr,
+            head_lr=choice.head_lr,
             final_loss=None if diverged else float(record["final_loss"]),
             steps=steps,
             seconds=float(record["seconds"]),

@@ -266,6 +266,7 @@ def _arm(arm: ArmRecord, base: ArmRecord, seeds: Sequence[int], times: Times) ->
         "control": arm.control,
         "lr": arm.choice and arm.choice.lr,
         "init": (arm.choice and arm.choice.init) or None,
+        "head_lr": arm.choice and arm.choice.head_lr,
         "lr_source": arm.source,
         "parameters": arm.parameters,
         "trainable": arm.trainable,

@@ -63,7 +63,8 @@ def ratio_text(estimate: Record) -> str:
 
 
 def lr_text(arm: Record) -> str:
-    return NONE if arm["lr"] is None else f"{arm['lr']:g}"
+    head = "" if arm["head_lr"] is None else f", head {arm['head_lr']:g}"
+    return NONE if arm["lr"] is None else f"{arm['lr']:g}{head}"
 
 
 def delta_cells(pair: Record) -> Row:
@@ -384,14 +385,21 @@ def _curve_caption(results: Record) -> str:
 def _tuning_text(results: Record) -> list[str]:
     rates = sorted({run["lr"] for arm in results["arms"] for run in arm["tuning"]})
     rows = []
-    for arm in results["arms"]:
-        tried = {run["lr"]: judged(run, "selection") for run in arm["tuning"]}
+    for arm, head in [(each, head) for each in results["arms"] for head in _head_rates(each)]:
+        tried = {run["lr"]: judged(run, "selection") for run in arm["tuning"] if run["head_lr"] == head}
         cells = [NONE if lr not in tried else "diverged" if tried[lr] is None else f"{tried[lr]:.4f}" for lr in rates]
-        bold = [f"**{cell}**" if lr == arm["lr"] and tried else cell for lr, cell in zip(rates, cells, strict=True)]
-        rows.append((arm["name"], *bold, f"{lr_text(arm)} ({arm['lr_source']})"))
+        best = arm["lr"] if head == arm["head_lr"] and tried else None
+        bold = [f"**{cell}**" if lr == best else cell for lr, cell in zip(rates, cells, strict=True)]
+        name = arm["name"] if head is None else f"{arm['name']}, head {head:g}"
+        rows.append((name, *bold, f"{lr_text(arm)} ({arm['lr_source']})"))
     what = "Final loss" if by_loss(results) else f"{results['metric']['name'].capitalize()} on held-out examples"
     intro = f"{what} on the tuning seed ({results['tuning_seed']}) by learning rate; the best is in bold."
     return [intro, markdown_table(("arm", *(f"{lr:g}" for lr in rates), "chosen"), rows)]
+
+
+def _head_rates(arm: Record) -> list[float | None]:
+    """The rates of the head that were tried with an arm's own; of an arm without such, None alone."""
+    return sorted({run["head_lr"] for run in arm["tuning"]} or {arm["head_lr"]}, key=lambda rate: rate or 0.0)
 
 
 _TRAINING_TEXT = """\
@@ -514,7 +522,8 @@ def _plot_rates(path: Path, results: Record, label: str) -> None:
     figure, axes = new_figure(7.0, 4.5)
     tuned = [arm for arm in results["arms"] if arm["tuning"]]
     for index, (arm, colour) in enumerate(_coloured(tuned)):
-        scores = [(run["lr"], judged(run, "selection")) for run in arm["tuning"]]
+        shown = [run for run in arm["tuning"] if arm["head_lr"] in (None, run["head_lr"])]
+        scores = [(run["lr"], judged(run, "selection")) for run in shown]
         finite = sorted(point for point in scores if point[1] is not None)
         line: dict[str, Any] = {"color": colour, "linestyle": "--" if arm["control"] else "-", "label": arm["name"]}
         axes.plot(*_columns(finite), marker=_MARKERS[index % len(_MARKERS)], markersize=4, **line)

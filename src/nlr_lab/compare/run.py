@@ -466,11 +466,12 @@ class _Session:
             self.notes.append(f"`{arm.name}` diverged at every choice tried, and was left out of the comparison.")
             return None, "none trains"
         if next_choices(tried, self.trials.measure):
+            head = "" if best.head_lr is None else f", or its head's, {best.head_lr:g},"
             self.notes.append(
-                f"`{arm.name}`: the best learning rate {best.lr:g} is still at the edge of its grid after "
+                f"`{arm.name}`: the best learning rate {best.lr:g}{head} is still at the edge of its grid after "
                 f"{max(0, len(tried) - len(choices))} extensions, so it may do better than shown."
             )
-        return Choice(lr=best.lr, init=best.init), "tuned"
+        return Choice(lr=best.lr, init=best.init, head_lr=best.head_lr), "tuned"
 
     # --- the record ------------------------------------------------------------------------------------------
 

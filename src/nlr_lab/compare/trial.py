@@ -35,18 +35,24 @@ def tidy(rate: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A value of all that is tuned of an arm: its learning rate, `tidy`, and the init of a neural field's linears."""
+    """A value of all that is tuned of an arm, rates `tidy`.
+
+    That is its learning rate, the init of a neural field's linears, and a new head's learning rate.
+    """
 
     lr: float
     init: str = ""
+    head_lr: float | None = None
 
     @property
     def folder(self) -> str:
         """Its path under the arm's."""
-        return f"{self.init}/lr-{self.lr:.6g}" if self.init else f"lr-{self.lr:.6g}"
+        head = "" if self.head_lr is None else f"head-{self.head_lr:.6g}"
+        return "/".join(part for part in (self.init, head, f"lr-{self.lr:.6g}") if part)
 
     def __str__(self) -> str:
-        return f"{self.init}, lr {self.lr:g}" if self.init else f"lr {self.lr:g}"
+        head = "" if self.head_lr is None else f"lr of the head {self.head_lr:g}"
+        return ", ".join(part for part in (self.init, f"lr {self.lr:g}", head) if part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +62,7 @@ class Run:
     seed: int
     lr: float
     init: str = ""
+    head_lr: float | None = None
     final_loss: float | None
     """None: it diverged."""
     steps: int
@@ -384,16 +391,25 @@ def best_run(tried: Sequence[Run], measure: Measure = LOSS) -> Run | None:
 
 
 def next_choices(tried: Sequence[Run], measure: Measure = LOSS) -> list[Choice]:
-    """Return what an arm tries next: its best init at the learning rate beyond the edge that its best is at.
+    """Return what an arm tries next: its best choice, with each rate that is at an edge taken beyond that edge.
 
-    Where every choice diverged: every init, at the next lower one.
+    Where every choice diverged: every init and rate of the head, at the next lower learning rate.
     """
     best = best_run(tried, measure)
+    kept = dict.fromkeys((run.init, run.head_lr) for run in tried if best in (None, run))
     found = []
-    for init in dict.fromkeys(run.init for run in tried) if best is None else (best.init,):
-        rates = sorted({run.lr for run in tried if run.init == init})
-        if len(rates) > 1 and (best is None or best.lr == rates[0]):
-            found.append(Choice(lr=tidy(rates[0] * rates[0] / rates[1]), init=init))
-        elif len(rates) > 1 and best is not None and best.lr == rates[-1]:
-            found.append(Choice(lr=tidy(rates[-1] * rates[-1] / rates[-2]), init=init))
+    for init, head in kept:
+        near = [run for run in tried if run.init == init]
+        rates, heads = {run.lr for run in near}, {run.head_lr for run in near if run.head_lr is not None}
+        found += [Choice(lr=rate, init=init, head_lr=head) for rate in _beyond(rates, best.lr if best else None)]
+        if best is not None:
+            found += [Choice(lr=best.lr, init=init, head_lr=rate) for rate in _beyond(heads, head)]
     return found
+
+
+def _beyond(rates: set[float], best: float | None) -> list[float]:
+    """The rate beyond the edge of a grid that the best is at, by the grid's own ratio; None: the next lower one."""
+    grid = sorted(rates)
+    if len(grid) > 1 and best in (None, grid[0]):
+        return [tidy(grid[0] * grid[0] / grid[1])]
+    return [tidy(grid[-1] * grid[-1] / grid[-2])] if len(grid) > 1 and best == grid[-1] else []

@@ -31,7 +31,7 @@ from .recipe import Optimizer, Recipe
 from .rivals import Cola, Sltrain
 
 # What a short form says of the whole arm, and what are names also where they look like a number.
-_WHOLE = ("name", "dense_init", "lr", "qk_norm", "optimizer", "grid")
+_WHOLE = ("name", "dense_init", "lr", "qk_norm", "optimizer", "grid", "head_lr")
 _TEXTS = ("include", "exclude", "match")
 _UP = re.compile(r"lora_B|lora_embedding_B|_up(?:\.|$)")
 
@@ -94,6 +94,9 @@ class Arm:
     """Overrides the recipe's: "muon" for the dense matrices, with AdamW for the rest, or "adamw" for all."""
     grid: tuple[float, ...] = ()
     """Learning rates of which a comparison takes the arm's best; empty: the comparison's."""
+    head_lr: tuple[float, ...] = ()
+    """The learning rate of the new head; of several a comparison takes the best, together with the arm's own. Empty:
+    the recipe's."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not isinstance(self.method, str):
@@ -104,12 +107,15 @@ class Arm:
             raise UserError(f"qk_norm must be true or false, got {self.qk_norm!r}")
         if self.optimizer is not None:
             check_choice("optimizer", self.optimizer, get_args(Optimizer))
-        grid = self.grid if isinstance(self.grid, list | tuple) else (self.grid,)
         if self.lr is not None:
             check_number("lr", self.lr, above=0)
-        for rate in grid:
-            check_number("grid", rate, above=0)
-        object.__setattr__(self, "grid", tuple(grid))  # JSON turns tuples into lists
+        for name in ("grid", "head_lr"):
+            given = getattr(self, name)
+            rates = tuple(given) if isinstance(given, list | tuple) else (given,)  # JSON turns tuples into lists
+            for rate in rates:
+                check_number(name, rate, above=0)
+            object.__setattr__(self, name, rates)
+        grid = self.grid
         if grid and (self.lr is not None or len(set(grid)) < 2):
             wanted = "at least two different learning rates, and no lr beside it"
             raise UserError(f"grid of the arm {self.method!r} needs {wanted}")
@@ -147,10 +153,10 @@ class Arm:
 
         `baseline`, `baseline:init=noble`, `noble:rank=64,activation=gelu,depth=1`, `sine-lora:r=4,omega=200`,
         `nonlinear-query+noble:rank=64` (several methods, each with its settings), `pkg.mod:function`; each may add
-        `,lr=3e-3`, `,grid=1e-4/3e-4/1e-3`, `,optimizer=muon`, `,qk_norm=true`, `,name=...` and `,init=` (for `noble`,
-        init is NobleConfig's; there the dense init before the swap is `dense_init=`). Tuples are written with slashes:
-        `frequency_range=0.8/1.2`, `target_modules=query/value`. UserError for an unknown method or setting, a bad
-        value, or a function that cannot be imported.
+        `,lr=3e-3`, `,grid=1e-4/3e-4/1e-3`, `,head_lr=1e-2`, `,optimizer=muon`, `,qk_norm=true`, `,name=...` and
+        `,init=` (for `noble`, init is NobleConfig's; there the dense init before the swap is `dense_init=`). Tuples are
+        written with slashes: `frequency_range=0.8/1.2`, `target_modules=query/value`. UserError for an unknown method
+        or setting, a bad value, or a function that cannot be imported.
         """
         whole: dict[str, Any] = {}
         parts: dict[str, dict[str, Any]] = {}
@@ -192,6 +198,7 @@ class Arm:
             "qk_norm": self.qk_norm or None,
             "lr": self.lr,
             "grid": self.grid or None,
+            "head_lr": self.head_lr or None,
             "name": self.name if self.name != self._default_name() else None,
         }
         settings = [dict(own) for _, own in parts]
@@ -286,11 +293,14 @@ def optimizer_groups(model: nn.Module, recipe: Recipe, arm: Arm, lr: float) -> l
         groups = _split(groups, lambda name, each: each.ndim == 1 or _UP.search(name), ratio, "LoRA+ up")
     base: Any = model
     setup = recipe.task.adapter_setup(base.get_base_model() if is_adapted(model) else base)
-    if train.head_lr is not None and setup is not None and setup.head:
+    head_lr = arm.head_lr[0] if arm.head_lr else train.head_lr
+    if head_lr is not None and setup is not None and setup.head:
         # In an adapted model the names end in the adapter's and are further down.
         head = re.compile(rf"(?:^|\.)(?:{'|'.join(map(re.escape, setup.head))})\.")
         if not all(head.search(name) for group in groups for name, _ in group["params"]):
-            groups = _split(groups, lambda name, _: head.search(name), train.head_lr / lr, "head")
+            return _split(groups, lambda name, _: head.search(name), head_lr / lr, "head")
+    if arm.head_lr:
+        raise UserError(f"{arm.name} does not train a new head beside others' parameters; give lr instead of head_lr")
     return groups
 
 

@@ -76,6 +76,7 @@ def test_wrong_input_is_one_line_and_leaves_nothing(root, tmp_path, capsys, monk
         (["train", "glue-minilm"], "tunes a pretrained model", "nlr finetune glue-minilm"),
         (options(root, out, "--arm", "baseline"), "baseline changes nothing", "lora"),
         (options(root, out, "--arm", "lora:r=2,grid=1e-3/1e-4"), "nlr compare"),
+        (options(root, out, "--arm", "lora:r=2,head_lr=1e-3/1e-4"), "head_lr of several rates is for nlr compare"),
         (options(root, out, "--arm", "lora:target_modules=nosuch"), "does not fit", "nosuch", "query"),
         (options(root, out, "--checkpoint", "./nowhere"), "no model in ./nowhere"),
         (["finetune", "instruct-small", "--out", out, "--checkpoint", root / "vit"], "vit is a vit"),

@@ -184,6 +184,21 @@ def test_grid_grows_where_the_best_init_is_at_its_edge(losses, expected):
     assert [(choice.init, choice.lr) for choice in next_choices(tried)] == expected
 
 
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ({(1e-3, 1e-3): 3.0, (2e-3, 1e-3): 2.0, (1e-3, 1e-2): 2.5, (2e-3, 1e-2): 1.0}, [(4e-3, 1e-2), (2e-3, 1e-1)]),
+        ({(1e-3, 1e-3): 3.0, (2e-3, 1e-3): 1.0, (4e-3, 1e-3): 2.0, (2e-3, 1e-2): 2.0}, [(2e-3, 1e-4)]),
+        ({(1e-3, 1e-3): None, (2e-3, 1e-3): None, (2e-3, 1e-2): None}, [(5e-4, 1e-3), (5e-4, 1e-2)]),
+        ({(1e-3, 1e-2): 3.0, (2e-3, 1e-2): 2.0, (4e-3, 1e-2): 3.0}, []),
+    ],
+    ids=["both", "head", "diverged", "no-grid-of-heads"],
+)
+def test_grid_grows_at_each_edge_that_the_best_rates_are_at(losses, expected):
+    tried = [a_run(0, loss, lr=rate, head_lr=head) for (rate, head), loss in losses.items()]
+    assert [(choice.lr, choice.head_lr) for choice in next_choices(tried)] == expected
+
+
 @pytest.fixture
 def drawn(monkeypatch):
     kept = {}

@@ -49,6 +49,7 @@ FORMS = {
     "noble:select=query/feed_forward,budget=9%flops": Arm(
         method="noble", settings={"select": "query/feed_forward", "budget": "9%flops"}
     ),
+    "lora:r=2,head_lr=0.001/0.01": Arm(method="lora", settings={"r": 2}, head_lr=(1e-3, 1e-2)),
     "baseline:init=noble,optimizer=muon,grid=0.001/0.003": Arm(dense_init="noble", optimizer="muon", grid=(1e-3, 3e-3)),
     "nora++:r=2": Arm(method="nora++", settings={"r": 2}),
     "dora:r=1,plus=16": Arm(method="dora", settings={"r": 1, "plus": 16}),
@@ -127,6 +128,9 @@ def test_short_forms_are_read_but_written_otherwise():
         ("lora:r=2,grid=0.1", "two different learning rates"),
         ("lora:r=2,grid=0.1/0.2,lr=0.1", "no lr beside it"),
         ("lora:r=2,grid=-1/1", "grid must be"),
+        ("lora:r=2,head_lr=0.1/0", "head_lr must be"),
+        ("full:include=(", "not a regular expression"),
+        ("full:rank=2", "full has no setting 'rank'; it takes include=, lr=, grid= and name="),
         ("wide-mlp:width=3", "needs the MLP's width"),
         ("wide-mlp:ratio=2,hidden=3", "needs the MLP's width"),
         ("wide-mlp:ratio=0", "ratio must be"),

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,15 @@ def test_full_trains_everything_and_starts_alike(root):
     assert torch.equal(one, two), "the same new head, and an adapter that begins at zero"
 
 
+def test_full_with_include_trains_what_it_names_and_the_head(root):
+    recipe = helpers.recipe(helpers.glue_task(root), r"full:include=.*layer\.1\..*bias")
+    trained = {name for name, each in adapted(recipe).named_parameters() if each.requires_grad}
+    head = {name for name in trained if name.startswith("classifier.")}
+    assert head == {"classifier.weight", "classifier.bias"}
+    assert len(trained - head) == 8, "six linears and two norms"
+    assert all(".layer.1." in name and name.endswith("bias") for name in trained - head)
+
+
 def test_arms_that_do_not_fit(root):
     task, language = helpers.glue_task(root), helpers.instruction_task(root)
     setup = task.adapter_setup(task.build_on_meta())
@@ -103,6 +113,7 @@ def test_arms_that_do_not_fit(root):
         ("lora:r=2", task, None, "trains one from scratch"),
         ("head", language, AdapterSetup(), "head trains a new head, and this model has none"),
         ("peanut:act_fn=nothing", task, setup, "peanut"),
+        ("full:include=.*nosuch", task, setup, "matches no parameter's whole name; one is .*weight"),
     ):
         with pytest.raises(UserError, match=words):
             Arm.parse(arm).apply(model.build_on_meta(), known)
@@ -122,9 +133,11 @@ def test_lora_plus_groups_are_those_of_peft(root):
     assert set(ours.values()) == {1e-2, 16 * 1e-2}
 
 
-@pytest.mark.parametrize("arm", ["full", "head", "lora:r=2", "sine-lora:r=2,omega=50,plus=4", "nora:r=1,groups=4"])
+@pytest.mark.parametrize(
+    "arm", ["full", "head", "lora:r=2", "lora:r=2,head_lr=0.5", "sine-lora:r=2,omega=50,plus=4", "nora:r=1,groups=4"]
+)
 def test_head_has_a_learning_rate_of_its_own(root, arm):
-    recipe = helpers.recipe(helpers.glue_task(root), arm, head_lr=0.5)
+    recipe = helpers.recipe(helpers.glue_task(root), arm, head_lr=0.25 if "head_lr" in arm else 0.5)
     model = adapted(recipe)
     groups = optimizer_groups(model, recipe, recipe.arm, 0.01)
     rates = [(name, each, group["lr"]) for group in groups for name, each in group["params"]]
@@ -133,6 +146,12 @@ def test_head_has_a_learning_rate_of_its_own(root, arm):
     assert (min(head), min(rest, default=None)) == ((0.01, None) if arm == "head" else (0.5, 0.01))
     trained = [id(each) for each in model.parameters() if each.requires_grad]
     assert sorted(id(each) for _, each, _ in rates) == sorted(trained)
+
+
+def test_head_lr_of_an_arm_acts_or_is_refused(root):
+    recipe = helpers.recipe(helpers.glue_task(root), "head:head_lr=0.5")
+    with pytest.raises(UserError, match="give lr instead of head_lr"):
+        optimizer_groups(adapted(recipe), recipe, recipe.arm, 0.01)
 
 
 def test_epochs_become_steps():
@@ -206,7 +225,8 @@ def test_padding_and_accumulation_change_only_rounding(root, tmp_path):
         assert other.train_curve[-1][1] == pytest.approx(one.train_curve[-1][1], rel=1e-3)
 
 
-RESUMED = ["lora:r=2", "head", "full", "dora:r=2,plus=4", "sine-lora:r=2,omega=100", "noble-adapter:r=2"]
+RESUMED = ["lora:r=2", "head", "full", "full:include=.*bias", "dora:r=2,plus=4", "sine-lora:r=2,omega=100"]
+RESUMED += ["noble-adapter:r=2"]
 
 
 @pytest.mark.parametrize("arm", RESUMED)
@@ -218,7 +238,8 @@ def test_checkpoint_has_what_is_trained_alone_and_resumes_to_the_same_bits(root,
     for path in (tmp_path / "whole" / "model").glob("*.safetensors"):
         assert path.read_bytes() == (tmp_path / "cut" / "model" / path.name).read_bytes()
     saved = {path.name for path in (tmp_path / "whole/checkpoints/step-000012").glob("*.safetensors")}
-    file = {"head": "trainable.safetensors", "full": "model.safetensors"}.get(arm, "adapter_model.safetensors")
+    files = {"head": "trainable", "full:include=.*bias": "trainable", "full": "model"}
+    file = f"{files.get(arm, 'adapter_model')}.safetensors"
     assert saved == {file}
     tensors = load_file(tmp_path / "whole/checkpoints/step-000012" / file)
     assert sum(each.numel() for each in tensors.values()) == whole.trainable
@@ -285,19 +306,23 @@ def test_printed_lines_load_the_model_in_a_fresh_process(root, tmp_path, kind, a
 
 def test_compare_by_a_metric(root, tmp_path):
     recipe = helpers.recipe(helpers.glue_task(root), steps=6, eval_every=3, lr=1e-3)
-    arms = [Arm.parse(text) for text in ("lora:r=2,grid=0.001/0.003", "head", "sine-lora:r=2,omega=100,lr=0.001")]
+    texts = ("lora:r=2,grid=0.001/0.003,head_lr=0.01/0.1", "head", "sine-lora:r=2,omega=100,lr=0.001,head_lr=0.02")
+    arms = [Arm.parse(text) for text in texts]
     options = {"seeds": 2, "timing_rounds": 3, "max_extensions": 0, "quiet": True}
     comparison = compare(recipe, tmp_path / "out", arms=arms, **options)
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["metric"] == {"name": "matthews", "higher_is_better": True, "unit": ""}
     lora, head, sine = results["arms"]
     assert [(each["trainable"], each["control"]) for each in results["arms"]] == [(290, True), (34, True), (290, False)]
-    assert ([run["lr"] for run in lora["tuning"]], head["tuning"], sine["tuning"]) == ([0.001, 0.003], [], [])
+    tried = sorted((run["lr"], run["head_lr"]) for run in lora["tuning"])
+    assert (tried, head["tuning"], sine["tuning"]) == (list(product((0.001, 0.003), (0.01, 0.1))), [], [])
     best = max(lora["tuning"], key=lambda run: (run["selection"], -run["final_loss"], -run["lr"]))
-    assert lora["lr"] == best["lr"], "by the held-out share, higher is better"
+    assert (lora["lr"], lora["head_lr"]) == (best["lr"], best["head_lr"]), "by the held-out share, higher is better"
+    assert (head["head_lr"], sine["head_lr"]) == (None, 0.02)
     for arm in results["arms"]:
         for run in arm["runs"]:
-            path = tmp_path / "out" / "runs" / arm["name"] / f"lr-{arm['lr']:.6g}" / f"seed-{run['seed']}"
+            of_head = "" if arm["head_lr"] is None else f"head-{arm['head_lr']:g}"
+            path = tmp_path / "out" / "runs" / arm["name"] / of_head / f"lr-{arm['lr']:.6g}" / f"seed-{run['seed']}"
             result = TrainResult.from_json((path / "result.json").read_text())
             assert all(run[name] == getattr(result, name) for name in ("score", "selection", "best_score"))
         assert arm["score"]["mean"] == pytest.approx(sum(run["score"] for run in arm["runs"]) / 2)
@@ -308,6 +333,8 @@ def test_compare_by_a_metric(root, tmp_path):
     report = (tmp_path / "out" / "report.md").read_text()
     assert "| arm | lr | trainable | matthews | best step | delta [95 %] | p | p (Holm) |" in report
     assert "speedup" not in report
+    assert f"| lora-r2 | {lora['lr']:g}, head {lora['head_lr']:g} |" in report
+    assert all(f"| lora-r2, head {rate} |" in report for rate in (0.01, 0.1)), "a row of the table of tuning"
     assert {"curves.png", "rates.png"} <= {path.name for path in (tmp_path / "out").iterdir()}
     again = compare(recipe, tmp_path / "out", arms=arms, resume=True, **options)
     assert again.results["arms"][0]["runs"] == comparison.results["arms"][0]["runs"]
