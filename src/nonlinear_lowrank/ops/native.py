@@ -22,7 +22,8 @@ from torch._C import _len_torch_dispatch_stack as _modes
 
 from .kernels import enabled
 
-SOURCES = [Path(__file__).with_name(name) for name in ("native.cpp", "lanes.h")]
+_HERE = Path(__file__).parent
+SOURCES = [_HERE / "native.cpp", *sorted(_HERE.glob("*.h"))]
 _VECTORS = {
     "AVX512": ["-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mprefer-vector-width=512"],
     "AVX2": ["-mavx2", "-mfma"],

@@ -1,0 +1,194 @@
+// The operators of rational activations.
+
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include "tensors.h"
+
+namespace {
+
+// methods/rational/op.py: numerators of 6 coefficients, denominators of B: 5 ("abs_of_sum") or the sizes of 4
+// ("sum_of_abs"). Sixteen elements at a time, so that all of a group's coefficients and their sums stay in registers.
+
+constexpr int kAbove = 6;
+
+template <int kCount>
+NLR_INLINE void horner(const Lanes* c, Lanes x, Lanes& value, Lanes& slope) {
+  value = c[kCount - 1], slope = Lanes{};
+#pragma GCC unroll 8
+  for (int k = kCount - 2; k >= 0; --k) slope = fma(slope, x, value), value = fma(value, x, c[k]);
+}
+
+// R = p / q, and slopes by x. `variable` is what q's polynomial is in, `sign` dq / d(that polynomial).
+template <int B>
+struct Ratio {
+  Lanes a[kAbove], b[B];
+
+  struct At {
+    Lanes p, q, p_slope, q_slope, variable, sign;
+  };
+
+  Ratio(const Tensor& numerator, const Tensor& denominator, int64_t group) {
+    for (int k = 0; k < kAbove; ++k) a[k] = all(read(numerator)[group * kAbove + k]);
+    for (int k = 0; k < B; ++k) b[k] = all(read(denominator)[group * B + k]);
+  }
+
+  NLR_INLINE At at(Lanes x) const {
+    At to;
+    Lanes inner, slope;
+    const Lanes one = all(1.f), side = x > 0.f ? one : x < 0.f ? -one : Lanes{};
+    horner<kAbove>(a, x, to.p, to.p_slope);
+    to.variable = B == 4 ? (x < 0.f ? -x : x) : x;
+    horner<B>(b, to.variable, inner, slope);
+    if constexpr (B == 4) {
+      to.q = fma(inner, to.variable, one);
+      to.q_slope = fma(slope, to.variable, inner) * side;
+      to.sign = one;
+    } else {
+      to.q = 1.f + (inner < 0.f ? -inner : inner);
+      to.sign = inner > 0.f ? one : inner < 0.f ? -one : Lanes{};
+      to.q_slope = slope * to.sign;
+    }
+    return to;
+  }
+};
+
+// Straight lines outside [low, high].
+struct Tails {
+  float low = -INFINITY, high = INFINITY, low_slope = 0, high_slope = 0;
+
+  explicit Tails(const std::optional<std::vector<double>>& limits) {
+    if (limits) low = (*limits)[0], high = (*limits)[1], low_slope = (*limits)[2], high_slope = (*limits)[3];
+  }
+
+  NLR_INLINE Lanes inside(Lanes x) const { return x < low ? all(low) : x > high ? all(high) : x; }
+
+  NLR_INLINE Lanes added(Lanes x, Lanes y) const {
+    if (low_slope != 0.f) y = x < low ? y + low_slope * (x - low) : y;
+    if (high_slope != 0.f) y = x > high ? y + high_slope * (x - high) : y;
+    return y;
+  }
+};
+
+// Calls body(piece, row, group, first column) for a group's part of every row.
+template <class F>
+void each_part(const Tensor& x, int64_t groups, const F& body) {
+  const int64_t tokens = x.size(0), width = x.size(1) / groups, rows = step(x.size(1));
+  parallel((tokens + rows - 1) / rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t piece = begin; piece < end; ++piece)
+      for (int64_t row = piece * rows; row < std::min(tokens, (piece + 1) * rows); ++row)
+        for (int64_t group = 0; group < groups; ++group) body(piece, row, group, group * width);
+  });
+}
+
+template <int B>
+std::vector<Ratio<B>> ratios(const Tensor& numerator, const Tensor& denominator) {
+  std::vector<Ratio<B>> found;
+  for (int64_t group = 0; group < numerator.size(0); ++group) found.emplace_back(numerator, denominator, group);
+  return found;
+}
+
+// f is the value of the anchor's own function, with base coefficients a0, b0.
+template <int B>
+Tensor rational_values(
+    const Tensor& x, const Optional& up, const Tensor& a, const Tensor& b, const Tails& tails, const Optional& f,
+    const Optional& a0, const Optional& b0) {
+  const Tensor y = at::empty(x.sizes(), x.options());
+  const int64_t stride = x.stride(0), up_stride = up ? up->stride(0) : 0, f_stride = f ? f->stride(0) : 0;
+  const int64_t channels = x.size(1), width = channels / a.size(0);
+  const float *from = read(x), *ups = up ? read(*up) : nullptr, *own = f ? read(*f) : nullptr;
+  float* to = written(y);
+  const auto own_ratios = ratios<B>(a, b), bases = ratios<B>(f ? *a0 : a, f ? *b0 : b);
+  each_part(x, a.size(0), [&](int64_t, int64_t row, int64_t group, int64_t first) {
+    const Ratio<B> ratio = own_ratios[group], base = bases[group];
+    for (int64_t column = first; column < first + width; column += kLanes) {
+      const int64_t n = first + width - column;
+      const Lanes given = load(from + row * stride + column, n), inside = tails.inside(given);
+      const auto at = ratio.at(inside);
+      Lanes value = at.p / at.q;
+      if (own) {
+        const auto before = base.at(inside);
+        value = load(own + row * f_stride + column, n) + (value - before.p / before.q);
+      } else {
+        value = tails.added(given, value);
+      }
+      if (ups) value *= load(ups + row * up_stride + column, n);
+      store(value, to + row * channels + column, n);
+    }
+  });
+  return y;
+}
+
+// Gradients of x (without f's), up, numerator and denominator (of its sizes where B is 4).
+template <int B>
+Tensors rational_gradients(
+    const Tensor& dy, const Tensor& x, const Optional& up, const Tensor& a, const Tensor& b, const Tails& tails,
+    const Optional& a0, const Optional& b0) {
+  const Tensor dx = at::empty(x.sizes(), x.options()), dup = up ? at::empty(x.sizes(), x.options()) : Tensor();
+  const int64_t groups = a.size(0), channels = x.size(1), pieces = (x.size(0) + step(channels) - 1) / step(channels);
+  const Tensor partial = at::zeros({pieces, groups, kAbove + B, kLanes}, x.options());
+  const int64_t stride = x.stride(0), dy_stride = dy.stride(0), up_stride = up ? up->stride(0) : 0;
+  const float *from = read(x), *slopes = read(dy), *ups = up ? read(*up) : nullptr;
+  float *to = written(dx), *to_up = up ? written(dup) : nullptr, *totals = written(partial);
+  const auto own_ratios = ratios<B>(a, b), bases = ratios<B>(a0 ? *a0 : a, b0 ? *b0 : b);
+  const int64_t width = channels / groups;
+  each_part(x, groups, [&](int64_t piece, int64_t row, int64_t group, int64_t first) {
+    const Ratio<B> ratio = own_ratios[group], base = bases[group];
+    float* sums = totals + (piece * groups + group) * (kAbove + B) * kLanes;
+    Lanes above[kAbove], below[B];
+    std::memcpy(above, sums, sizeof above);
+    std::memcpy(below, sums + kAbove * kLanes, sizeof below);
+    for (int64_t column = first; column < first + width; column += kLanes) {
+      const int64_t n = first + width - column;
+      const Lanes given = load(from + row * stride + column, n), inside = tails.inside(given);
+      Lanes slope = load(slopes + row * dy_stride + column, n);
+      const auto at = ratio.at(inside);
+      const Lanes inverse = 1.f / at.q;
+      if (ups) {
+        store(slope * tails.added(given, at.p * inverse), to_up + row * channels + column, n);
+        slope *= load(ups + row * up_stride + column, n);
+      }
+      Lanes dp = slope * inverse, dq = -dp * at.p * inverse, result = fma(dp, at.p_slope, dq * at.q_slope);
+      if (a0) {
+        const auto before = base.at(inside);
+        const Lanes by_p = slope / before.q;
+        result -= fma(by_p, before.p_slope, -by_p * before.p / before.q * before.q_slope);
+      }
+      result = given < tails.low ? slope * tails.low_slope : given > tails.high ? slope * tails.high_slope : result;
+      store(result, to + row * channels + column, n);
+      dq *= at.sign;
+      if (B == 4) dq *= at.variable;  // whose first coefficient is that of the first power
+      above[0] += dp, below[0] += dq;
+      Lanes power = inside, size = at.variable;
+#pragma GCC unroll 8
+      for (int k = 1; k < kAbove; ++k, power *= inside, size *= at.variable) {
+        above[k] = fma(dp, power, above[k]);
+        if (k < B) below[k] = fma(dq, size, below[k]);
+      }
+    }
+    std::memcpy(sums, above, sizeof above);
+    std::memcpy(sums + kAbove * kLanes, below, sizeof below);
+  });
+  const Tensor total = partial.sum({0, 3}, false, at::kDouble).to(at::kFloat);
+  return {dx, dup, total.narrow(1, 0, kAbove).contiguous(), total.narrow(1, kAbove, B).contiguous()};
+}
+
+Tensor rational_forward(
+    const Tensor& x, const Optional& up, const Tensor& a, const Tensor& b, std::optional<std::vector<double>> limits,
+    const Optional& f, const Optional& a0, const Optional& b0) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  const auto run = b.size(1) == 4 ? rational_values<4> : rational_values<5>;
+  return run(x, up, a, b, Tails(limits), f, a0, b0);
+}
+
+Tensors rational_backward(
+    const Tensor& dy, const Tensor& x, const Optional& up, const Tensor& a, const Tensor& b,
+    std::optional<std::vector<double>> limits, const Optional& a0, const Optional& b0) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  const auto run = b.size(1) == 4 ? rational_gradients<4> : rational_gradients<5>;
+  return run(dy, x, up, a, b, Tails(limits), a0, b0);
+}
+
+}  // namespace
