@@ -41,6 +41,8 @@ void sine(
 
 TORCH_LIBRARY_FRAGMENT(nonlinear_lowrank_native, m) {
   m.def("noble_forward(Tensor x, Tensor? h, Tensor?[] weights, Tensor?[] biases, Tensor?[] tensors) -> Tensor[]");
+  m.def("noble_linears(Tensor x, Tensor? h, Tensor?[] weights, Tensor?[] biases, Tensor?[] tensors) -> Tensor[]",
+        noble_linears);
   m.def("noble_backward(Tensor[] dys, Tensor x, Tensor h, Tensor?[] weights, Tensor?[] tensors, bool[] wanted)"
         " -> Tensor[]");
   m.def("noble_decode(Tensor x, Tensor weight, Tensor? bias, bool dense_bias, Tensor[] mixes,"

@@ -1,12 +1,18 @@
-// NOBLE's operators.
+// NOBLE's operators. An undefined tensor is Python's None.
 
 #pragma once
 
 #include <ATen/ops/_unsafe_view.h>
+#include <ATen/ops/addcmul.h>
+#include <ATen/ops/alias.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/cos.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include "tensors.h"
 
@@ -19,18 +25,19 @@ struct Branch {
   Tensors mixes, frequencies, phases;
 };
 
-std::vector<Branch> branches_of(const Optionals& tensors, int64_t n) {
+std::vector<Branch> branches_of(const Tensors& tensors, int64_t n) {
   const int64_t size = tensors.size() / n, depth = (size - 1) / 3;
-  std::vector<Branch> found(n);
-  auto at = tensors.begin();
-  for (auto& branch : found) {
-    const Optional down = *at++;
-    if (down.has_value()) branch.down = *down;
-    const Optional up = *at++;
-    branch.up = *up;
-    for (auto [list, count] : {std::pair{&branch.mixes, depth - 1}, {&branch.frequencies, depth}, {&branch.phases, depth}})
-      for (int64_t k = 0; k < count; ++k) list->push_back(**(std::optional<Optional>(*at++)));
+  std::vector<Branch> found;
+  for (auto at = tensors.begin(); at != tensors.end(); at += size) {
+    const auto frequencies = at + 1 + depth, phases = frequencies + depth;
+    found.push_back({at[0], at[1], {at + 2, frequencies}, {frequencies, phases}, {phases, at + size}});
   }
+  return found;
+}
+
+Tensors plain(const Optionals& list) {
+  Tensors found;
+  for (const Optional each : list) found.push_back(each.value_or(Tensor()));
   return found;
 }
 
@@ -89,13 +96,13 @@ Tensor joined(const std::vector<Branch>& branches) {
   return downs.empty() ? Tensor() : downs.size() == 1 ? downs[0] : at::cat(downs);
 }
 
-Tensors noble_forward(
-    const Tensor& x, const Optional& h, const Optionals& weights, const Optionals& biases, const Optionals& tensors) {
+Tensors linears_forward(
+    const Tensor& x, const Tensor& h, const Tensors& weights, const Tensors& biases, const Tensors& tensors) {
   at::AutoDispatchBelowADInplaceOrView below;
   const int64_t n = weights.size();
   const auto branches = branches_of(tensors, n);
   const bool own = n > 1 && branches[1].down.defined();
-  const Tensor x2 = rows_of(x), h2 = h.has_value() ? rows_of(*h) : at::mm(x2, joined(branches).t());
+  const Tensor x2 = rows_of(x), h2 = h.defined() ? rows_of(h) : at::mm(x2, joined(branches).t());
   const Tensors parts = parted(h2, own, n);
   auto shape = x.sizes().vec();
   Tensors outputs;
@@ -108,18 +115,18 @@ Tensors noble_forward(
       activate(u, branch.frequencies[k], branch.phases[k], out, nullptr);
       u = out;
     }
-    const Optional weight = weights.get(i), bias = biases.get(i);
-    Tensor y = weight.has_value() ? at::linear(x2, *weight, bias).addmm_(u, branch.up.t()) : at::mm(u, branch.up.t());
+    const Tensor& weight = weights[i];
+    Tensor y = weight.defined() ? at::linear(x2, weight, biases[i]).addmm_(u, branch.up.t()) : at::mm(u, branch.up.t());
     shape.back() = branch.up.size(0);
     outputs.push_back(x.dim() == 2 ? y : at::_unsafe_view(y, shape));
   }
-  outputs.push_back(h.has_value() ? at::empty({0}, x.options()) : h2);
+  outputs.push_back(h.defined() ? at::empty({0}, x.options()) : h2);
   return outputs;
 }
 
-Tensors noble_backward(
-    const Tensors& dys, const Tensor& x, const Tensor& h, const Optionals& weights, const Optionals& tensors,
-    const c10::List<bool>& wanted) {
+Tensors linears_backward(
+    const Tensors& dys, const Tensor& x, const Tensor& h, const Tensors& weights, const Tensors& tensors,
+    const std::vector<bool>& wanted) {
   at::AutoDispatchBelowADInplaceOrView below;
   const int64_t n = weights.size(), size = tensors.size() / n;
   const auto branches = branches_of(tensors, n);
@@ -156,22 +163,109 @@ Tensors noble_backward(
       }
     }
     dhs.push_back(du);
-    const Optional weight = weights.get(i);
-    if (wanted.get(0) && weight.has_value()) add_to_dx(dy, *weight);
-    if (wanted.get(2 + i)) found[2 + i] = at::mm(dy.t(), x2);
-    if (wanted.get(2 + n + i)) found[2 + n + i] = dy.sum(0);
+    if (wanted[0] && weights[i].defined()) add_to_dx(dy, weights[i]);
+    if (wanted[2 + i]) found[2 + i] = at::mm(dy.t(), x2);
+    if (wanted[2 + n + i]) found[2 + n + i] = dy.sum(0);
   }
   Tensor dh = own ? at::cat(dhs, 1) : dhs[0];
   for (int64_t i = 1; !own && i < n; ++i) dh.add_(dhs[i]);
   if (const Tensor down = joined(branches); down.defined()) {
-    if (wanted.get(0)) add_to_dx(dh, down);
+    if (wanted[0]) add_to_dx(dh, down);
     const Tensor ddown = at::mm(dh.t(), x2);
     for (int64_t i = 0; i < (own ? n : 1); ++i)
       found[2 + 2 * n + i * size] = own ? ddown.chunk(n)[i].clone() : ddown;
   }
   if (dx.defined()) found[0] = dx.view(x.sizes());
-  if (wanted.get(1)) found[1] = dh.reshape(h.sizes());
+  if (wanted[1]) found[1] = dh.reshape(h.sizes());
   return found;
+}
+
+// The same of the plain formula, whose gradients can be differentiated and batched (ops/derivatives.py).
+Tensors formula_backward(
+    const Tensors& dys, const Tensor& x, const Tensor& h, const Tensors& weights, const Tensors& tensors,
+    const std::vector<bool>& wanted) {
+  const bool again = at::GradMode::is_enabled();
+  const at::AutoGradMode differentiable(true);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const int64_t n = dys.size();
+  Tensors inputs{x, tensors[0].defined() ? Tensor() : h};
+  inputs.insert(inputs.end(), weights.begin(), weights.end());
+  for (const auto& dy : dys) inputs.push_back(at::zeros(dy.size(-1), x.options()).requires_grad_());  // for any bias
+  inputs.insert(inputs.end(), tensors.begin(), tensors.end());
+  Tensors chosen, ys, found(inputs.size());
+  for (size_t i = 0; i < inputs.size(); ++i)
+    if (inputs[i].defined()) inputs[i] = at::alias(inputs[i]);  // tied tensors have a gradient each
+  for (size_t i = 0; i < inputs.size(); ++i)
+    if (wanted[i]) chosen.push_back(inputs[i]);
+  const auto branches = branches_of({inputs.begin() + 2 + 2 * n, inputs.end()}, n);
+  for (int64_t i = 0; i < n; ++i) {
+    const Branch& branch = branches[i];
+    Tensor u = inputs[1];
+    if (!u.defined()) u = at::linear(inputs[0], branch.down.defined() ? branch.down : branches[0].down);
+    for (size_t k = 0; k < branch.phases.size(); ++k) {
+      if (k > 0) u = at::linear(u, branch.mixes[k - 1]);
+      u = at::cos(at::addcmul(branch.phases[k], u, branch.frequencies[k]));
+    }
+    const Tensor &weight = inputs[2 + i], y = at::linear(u, branch.up);
+    ys.push_back(weight.defined() ? y.add(at::linear(inputs[0], weight, inputs[2 + n + i])) : y);
+  }
+  const Tensors gradients = torch::autograd::grad(ys, chosen, dys, again, again, /*allow_unused=*/true);
+  for (size_t i = 0, next = 0; i < inputs.size(); ++i)
+    if (wanted[i]) found[i] = gradients[next++];
+  return found;
+}
+
+// The operator and its backward without a call of Python, which takes longer than a small layer's products. The list is
+// x, h, weights, biases and tensors, of which one without a dimension stands for None: autograd takes none undefined.
+struct Linears : torch::autograd::Function<Linears> {
+  using Context = torch::autograd::AutogradContext;
+
+  static Tensors forward(Context* context, int64_t n, at::TensorList list) {
+    Tensors all;
+    for (const auto& each : list) all.push_back(each.dim() > 0 ? each : Tensor());
+    const auto biases = all.begin() + 2 + n, tensors = biases + n;
+    Tensors outputs =
+        linears_forward(all[0], all[1], {all.begin() + 2, biases}, {biases, tensors}, {tensors, all.end()});
+    if (!all[1].defined()) all[1] = outputs.back();
+    outputs.pop_back();
+    all.erase(biases, tensors);
+    context->save_for_backward(std::move(all));
+    return outputs;
+  }
+
+  static Tensors backward(Context* context, const Tensors& dys) {
+    const Tensors saved = context->get_saved_variables();
+    const auto weights = saved.begin() + 2, tensors = weights + dys.size();
+    std::vector<bool> wanted;
+    for (size_t i = 0; i < saved.size() + dys.size(); ++i) wanted.push_back(context->needs_input_grad(i));
+    bool once = !at::GradMode::is_enabled() &&
+        !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+    for (const auto& dy : dys) once &= !dy.key_set().has(c10::DispatchKey::Batched) && !dy._fw_grad(0).defined();
+    const auto run = once ? linears_backward : formula_backward;
+    Tensors found = run(dys, saved[0], saved[1], {weights, tensors}, {tensors, saved.end()}, wanted);
+    found.insert(found.begin(), Tensor());  // of n
+    return found;
+  }
+};
+
+Tensors noble_linears(
+    const Tensor& x, const Optional& h, const Optionals& weights, const Optionals& biases, const Optionals& tensors) {
+  const Tensor none = at::empty({}, x.options());
+  Tensors list{x, h.value_or(none)};
+  for (const Optionals* each : {&weights, &biases, &tensors})
+    for (const Optional tensor : *each) list.push_back(tensor.value_or(none));
+  return Linears::apply(int64_t(weights.size()), at::TensorList(list));
+}
+
+Tensors noble_forward(
+    const Tensor& x, const Optional& h, const Optionals& weights, const Optionals& biases, const Optionals& tensors) {
+  return linears_forward(x, h.value_or(Tensor()), plain(weights), plain(biases), plain(tensors));
+}
+
+Tensors noble_backward(
+    const Tensors& dys, const Tensor& x, const Tensor& h, const Optionals& weights, const Optionals& tensors,
+    const c10::List<bool>& wanted) {
+  return linears_backward(dys, x, h, plain(weights), plain(tensors), {wanted.begin(), wanted.end()});
 }
 
 // methods/noble/fused.py: what follows the product z = [dense outputs | branches' arguments] of n layers of one input.

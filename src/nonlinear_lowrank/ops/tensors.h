@@ -62,7 +62,8 @@ void add_columns(
   int64_t t = 0;
   for (; t + 4 <= tokens; t += 4)
     add_tile<4, kWide>(u + t * u_stride, u_stride, up, up_stride, y + t * y_stride, y_stride, r, n);
-  for (; t < tokens; ++t) add_tile<1, kWide>(u + t * u_stride, u_stride, up, up_stride, y + t * y_stride, y_stride, r, n);
+  for (; t < tokens; ++t)
+    add_tile<1, kWide>(u + t * u_stride, u_stride, up, up_stride, y + t * y_stride, y_stride, r, n);
 }
 
 void add_up(

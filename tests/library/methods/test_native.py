@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from nonlinear_lowrank import NobleConfig, NobleLinear, augment, optimize_for_inference
@@ -56,6 +57,34 @@ def test_agrees_with_pytorch_over_many_pieces():
         rational("rational_gated", batch=(700,), channels=120, groups=3, dtype=torch.float32),
     ):
         compare(case, case.dys())
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # forward mode imports torch.jit
+@pytest.mark.parametrize("name", [name for name in THEIRS if name.startswith("noble")])
+def test_a_backward_is_differentiated_and_batched_as_in_pytorch(name):
+    case = ROWS[name](dtype=torch.float32)
+    leaves, dys, tangents = case.leaves(), case.dys(), case.dys()
+    pairs = [torch.stack([dy, 2 * dy.cos()]) for dy in dys]
+
+    def gradients(ys, dys, **options):
+        return torch.autograd.grad(ys, leaves, dys, retain_graph=True, **options)
+
+    def derivatives():
+        ys = case.run(case.fast)
+        once = gradients(ys, dys, create_graph=True)
+        twice = gradients(sum(each.square().sum() for each in once), None, materialize_grads=True)
+        batched = gradients(ys, pairs, is_grads_batched=True)
+        mapped = torch.func.vmap(lambda *each: gradients(ys, each))(*pairs)
+        with forward_ad.dual_level():
+            duals = gradients(ys, [forward_ad.make_dual(*each) for each in zip(dys, tangents, strict=True)])
+            moved = [forward_ad.unpack_dual(each).tangent for each in duals]
+        return [*once, *twice, *batched, *mapped, *moved]
+
+    found = derivatives()
+    with use_kernels(False):
+        plain = derivatives()
+    for one, other in zip(found, plain, strict=True):
+        assert (one - other).norm() <= 1e-5 * other.norm()
 
 
 class _Attention(torch.nn.Module):

@@ -11,9 +11,10 @@ The operator, of n linears that read one input:
     dx  = sum_i dy_i W_i + [dh_1 | dh_2 | ...] [D1; D2; ...]    accumulated in place
 
 It saves x and h (tokens x r a branch) for backward: everything else in a branch is r wide and cheap to recompute. On
-NVIDIA GPUs CosNet between its projections is a kernel (`kernel.py`); float32 on a CPU is C++ (`ops.native`). Under
-torch.compile the whole forward and the whole backward are opaque custom ops: the compiler's partitioner would otherwise
-decide again what to save, and saves more. T tokens; in names of tensors I is d_in, O is d_out, R is r.
+NVIDIA GPUs CosNet between its projections is a kernel (`kernel.py`); float32 on a CPU is C++, the node of autograd
+included (`ops/noble.h`). Under torch.compile the whole forward and the whole backward are opaque custom ops: the
+compiler's partitioner would otherwise decide again what to save, and saves more. T tokens; in names of tensors I is
+d_in, O is d_out, R is r.
 """
 
 import itertools
@@ -177,6 +178,10 @@ def noble_linears(
         return noble_linears_reference(x, weights, biases, branches, h)
     activation, tensors = branches[0].activation, [each for branch in branches for each in branch.flat()]
     if torch.is_grad_enabled():
+        fast = None if torch.compiler.is_compiling() else _native(activation, x, h, weights, tensors)
+        if fast is not None:
+            found: list[Tensor] = fast.noble_linears(x, h, weights, biases, tensors)
+            return found
         return list(_NobleLinears.apply(len(weights), activation, x, h, *weights, *biases, *tensors)[:-1])
     run = _forward_op if as_one_op() else _forward
     return run(x, h, weights, biases, tensors, activation)[:-1]
