@@ -30,9 +30,12 @@ struct Ratio {
     Lanes p, q, p_slope, q_slope, variable, sign;
   };
 
-  Ratio(const Tensor& numerator, const Tensor& denominator, int64_t group) {
-    for (int k = 0; k < kAbove; ++k) a[k] = all(read(numerator)[group * kAbove + k]);
-    for (int k = 0; k < B; ++k) b[k] = all(read(denominator)[group * B + k]);
+  // `group` has that of each lane.
+  Ratio(const Tensor& numerator, const Tensor& denominator, const Integers& group) {
+    for (int i = 0; i < kLanes; ++i) {
+      for (int k = 0; k < kAbove; ++k) a[k][i] = read(numerator)[group[i] * kAbove + k];
+      for (int k = 0; k < B; ++k) b[k][i] = read(denominator)[group[i] * B + k];
+    }
   }
 
   NLR_INLINE At at(Lanes x) const {
@@ -72,23 +75,46 @@ struct Tails {
   }
 };
 
-// Calls body(piece, row, group, first column) for a group's part of every row.
-template <class F>
-void each_part(const Tensor& x, int64_t groups, const F& body) {
-  const int64_t tokens = x.size(0), width = x.size(1) / groups, rows = step(x.size(1));
-  parallel((tokens + rows - 1) / rows, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t piece = begin; piece < end; ++piece)
-      for (int64_t row = piece * rows; row < std::min(tokens, (piece + 1) * rows); ++row)
-        for (int64_t group = 0; group < groups; ++group) body(piece, row, group, group * width);
-  });
-}
+// Parts of a row whose lanes have the same coefficients each time: a group, or sixteen columns of narrower groups.
+struct Parts {
+  int64_t tokens, channels, groups, group_width, width, count;
 
-template <int B>
-std::vector<Ratio<B>> ratios(const Tensor& numerator, const Tensor& denominator) {
-  std::vector<Ratio<B>> found;
-  for (int64_t group = 0; group < numerator.size(0); ++group) found.emplace_back(numerator, denominator, group);
-  return found;
-}
+  Parts(const Tensor& x, int64_t groups)
+      : tokens(x.size(0)), channels(x.size(1)), groups(groups), group_width(channels / groups),
+        width(std::max(group_width, kLanes)), count((channels + width - 1) / width) {}
+
+  int64_t pieces() const { return (tokens + step(channels) - 1) / step(channels); }
+
+  // Calls body(piece, row, part, first column, end) for every part of every row.
+  template <class F>
+  void each(const F& body) const {
+    const int64_t rows = step(channels);
+    parallel(pieces(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t piece = begin; piece < end; ++piece)
+        for (int64_t row = piece * rows; row < std::min(tokens, (piece + 1) * rows); ++row)
+          for (int64_t part = 0; part < count; ++part)
+            body(piece, row, part, part * width, std::min(channels, (part + 1) * width));
+    });
+  }
+
+  template <int B>
+  std::vector<Ratio<B>> ratios(const Tensor& numerator, const Tensor& denominator) const {
+    std::vector<Ratio<B>> found;
+    for (int64_t part = 0; part < count; ++part) {
+      Integers group{};
+      for (int i = 0; i < kLanes; ++i) group[i] = std::min(part * width + i, channels - 1) / group_width;
+      found.emplace_back(numerator, denominator, group);
+    }
+    return found;
+  }
+
+  // Sums of each lane (pieces, parts, coefficients, lanes) -> of each group (groups, coefficients).
+  Tensor of_groups(const Tensor& sums) const {
+    if (width == group_width) return sums.sum({0, 3}, false, at::kDouble).to(at::kFloat);
+    const Tensor columns = sums.sum(0, false, at::kDouble).transpose(1, 2).reshape({count * kLanes, -1});
+    return columns.narrow(0, 0, channels).view({groups, group_width, -1}).sum(1).to(at::kFloat);
+  }
+};
 
 // f is the value of the anchor's own function, with base coefficients a0, b0.
 template <int B>
@@ -97,14 +123,15 @@ Tensor rational_values(
     const Optional& a0, const Optional& b0) {
   const Tensor y = at::empty(x.sizes(), x.options());
   const int64_t stride = x.stride(0), up_stride = up ? up->stride(0) : 0, f_stride = f ? f->stride(0) : 0;
-  const int64_t channels = x.size(1), width = channels / a.size(0);
+  const Parts parts(x, a.size(0));
+  const int64_t channels = parts.channels;
   const float *from = read(x), *ups = up ? read(*up) : nullptr, *own = f ? read(*f) : nullptr;
   float* to = written(y);
-  const auto own_ratios = ratios<B>(a, b), bases = ratios<B>(f ? *a0 : a, f ? *b0 : b);
-  each_part(x, a.size(0), [&](int64_t, int64_t row, int64_t group, int64_t first) {
-    const Ratio<B> ratio = own_ratios[group], base = bases[group];
-    for (int64_t column = first; column < first + width; column += kLanes) {
-      const int64_t n = first + width - column;
+  const auto own_ratios = parts.ratios<B>(a, b), bases = parts.ratios<B>(f ? *a0 : a, f ? *b0 : b);
+  parts.each([&](int64_t, int64_t row, int64_t part, int64_t first, int64_t end) {
+    const Ratio<B> ratio = own_ratios[part], base = bases[part];
+    for (int64_t column = first; column < end; column += kLanes) {
+      const int64_t n = end - column;
       const Lanes given = load(from + row * stride + column, n), inside = tails.inside(given);
       const auto at = ratio.at(inside);
       Lanes value = at.p / at.q;
@@ -127,21 +154,21 @@ Tensors rational_gradients(
     const Tensor& dy, const Tensor& x, const Optional& up, const Tensor& a, const Tensor& b, const Tails& tails,
     const Optional& a0, const Optional& b0) {
   const Tensor dx = at::empty(x.sizes(), x.options()), dup = up ? at::empty(x.sizes(), x.options()) : Tensor();
-  const int64_t groups = a.size(0), channels = x.size(1), pieces = (x.size(0) + step(channels) - 1) / step(channels);
-  const Tensor partial = at::zeros({pieces, groups, kAbove + B, kLanes}, x.options());
+  const Parts parts(x, a.size(0));
+  const int64_t channels = parts.channels;
+  const Tensor partial = at::zeros({parts.pieces(), parts.count, kAbove + B, kLanes}, x.options());
   const int64_t stride = x.stride(0), dy_stride = dy.stride(0), up_stride = up ? up->stride(0) : 0;
   const float *from = read(x), *slopes = read(dy), *ups = up ? read(*up) : nullptr;
   float *to = written(dx), *to_up = up ? written(dup) : nullptr, *totals = written(partial);
-  const auto own_ratios = ratios<B>(a, b), bases = ratios<B>(a0 ? *a0 : a, b0 ? *b0 : b);
-  const int64_t width = channels / groups;
-  each_part(x, groups, [&](int64_t piece, int64_t row, int64_t group, int64_t first) {
-    const Ratio<B> ratio = own_ratios[group], base = bases[group];
-    float* sums = totals + (piece * groups + group) * (kAbove + B) * kLanes;
+  const auto own_ratios = parts.ratios<B>(a, b), bases = parts.ratios<B>(a0 ? *a0 : a, b0 ? *b0 : b);
+  parts.each([&](int64_t piece, int64_t row, int64_t part, int64_t first, int64_t end) {
+    const Ratio<B> ratio = own_ratios[part], base = bases[part];
+    float* sums = totals + (piece * parts.count + part) * (kAbove + B) * kLanes;
     Lanes above[kAbove], below[B];
     std::memcpy(above, sums, sizeof above);
     std::memcpy(below, sums + kAbove * kLanes, sizeof below);
-    for (int64_t column = first; column < first + width; column += kLanes) {
-      const int64_t n = first + width - column;
+    for (int64_t column = first; column < end; column += kLanes) {
+      const int64_t n = end - column;
       const Lanes given = load(from + row * stride + column, n), inside = tails.inside(given);
       Lanes slope = load(slopes + row * dy_stride + column, n);
       const auto at = ratio.at(inside);
@@ -171,7 +198,7 @@ Tensors rational_gradients(
     std::memcpy(sums, above, sizeof above);
     std::memcpy(sums + kAbove * kLanes, below, sizeof below);
   });
-  const Tensor total = partial.sum({0, 3}, false, at::kDouble).to(at::kFloat);
+  const Tensor total = parts.of_groups(partial);
   return {dx, dup, total.narrow(1, 0, kAbove).contiguous(), total.narrow(1, kAbove, B).contiguous()};
 }
 
