@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -36,21 +37,26 @@ def test_studies_keep_their_page_results_and_two_pictures(study):
     page = (study / "README.md").read_text(encoding="utf-8")
     if "**State.**" in page:  # it is being run
         assert "no\nfinding here yet" in page
-        assert not list(study.glob("*.png"))
+        assert not list(study.glob("*.webp"))
         return
     results = json.loads((study / "results.json").read_text(encoding="utf-8"))
     for part in results.values():
         if "arms" in part:
             assert {"n", "seeds", "versions", "machine", "command"} <= part.keys()
             assert "settings" in part or "settings" in part["recipe"]
-    assert len(list(study.glob("*.png"))) <= 2
+    assert not list(study.glob("*.png"))
+    assert len(list(study.glob("*.webp"))) <= 2
     assert "a0e2d46" in page or study.name in ("branch", "compression", "ladder", "moe", "rank", "recipe", "smollm2")
 
 
 def test_collecting_drops_curves_and_keeps_figures(tmp_path):
     record = {"n": 2, "arms": [{"name": "a", "final_loss": {"mean": 1 / 3}, "curve": [[1, 2.0]], "note": ""}]}
     (tmp_path / "part.json").write_text(json.dumps(record))
+    picture = Image.effect_noise((9, 7), 50).convert("RGB")
+    picture.save(tmp_path / "part-curves.png")
     figures.collect(tmp_path)
+    assert Image.open(tmp_path / "part-curves.webp").tobytes() == picture.tobytes()
+    assert not (tmp_path / "part-curves.png").exists()
     found = json.loads((tmp_path / "results.json").read_text())
     assert found == {"part": {"n": 2, "arms": [{"name": "a", "final_loss": {"mean": 0.333333333}}]}}
     figures.collect(tmp_path)

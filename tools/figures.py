@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from scipy.stats import ttest_rel
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -143,7 +144,7 @@ def _paired(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
 
 
 def collect(study: Path) -> None:
-    """Put what the records beside the page say into results.json, without curves, to nine digits."""
+    """Put what the records beside the page say into results.json, without curves, to nine digits; and PNG into WebP."""
     results = study / "results.json"
     parts = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
     for file in sorted(study.rglob("*.json")):
@@ -151,6 +152,9 @@ def collect(study: Path) -> None:
             name = file.relative_to(study).with_suffix("").as_posix()
             parts[name] = _condensed(json.loads(file.read_text(encoding="utf-8")))
     results.write_text("\n".join(_lines(parts, 3)) + "\n", encoding="utf-8")
+    for picture in study.glob("*.png"):  # the same pixels in fewer bytes
+        Image.open(picture).convert("RGB").save(picture.with_suffix(".webp"), lossless=True, quality=100, method=6)
+        picture.unlink()
 
 
 def _condensed(value: Any) -> Any:
