@@ -119,6 +119,8 @@ class Arm:
         if grid and (self.lr is not None or len(set(grid)) < 2):
             wanted = "at least two different learning rates, and no lr beside it"
             raise UserError(f"grid of the arm {self.method!r} needs {wanted}")
+        if self.head_lr and self.method == "head":
+            raise UserError("the arm head trains the new head alone; give it lr, or grid, instead of head_lr")
         object.__setattr__(self, "settings", self._read_settings())
         if not self.name:
             object.__setattr__(self, "name", self._default_name())
@@ -233,6 +235,8 @@ class Arm:
         """
         if self.qk_norm and setup is not None:
             raise UserError("qk_norm is for models that are trained from scratch; omit it")
+        if self.head_lr and not (setup and setup.head):
+            raise UserError(f"{self.name}: the model has no new head, whose learning rate is head_lr; omit it")
         for kind, own in sorted(self._parts(), key=lambda part: part[0].stage or 0):
             model = kind.apply(model, own, setup, self.dense_init or dense_init or "stock", verbose)
         if self.qk_norm:
@@ -297,10 +301,8 @@ def optimizer_groups(model: nn.Module, recipe: Recipe, arm: Arm, lr: float) -> l
     if head_lr is not None and setup is not None and setup.head:
         # In an adapted model the names end in the adapter's and are further down.
         head = re.compile(rf"(?:^|\.)(?:{'|'.join(map(re.escape, setup.head))})\.")
-        if not all(head.search(name) for group in groups for name, _ in group["params"]):
-            return _split(groups, lambda name, _: head.search(name), head_lr / lr, "head")
-    if arm.head_lr:
-        raise UserError(f"{arm.name} does not train a new head beside others' parameters; give lr instead of head_lr")
+        if arm.head_lr or not all(head.search(name) for group in groups for name, _ in group["params"]):
+            groups = _split(groups, lambda name, _: head.search(name), head_lr / lr, "head")
     return groups
 
 

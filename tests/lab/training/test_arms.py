@@ -129,6 +129,7 @@ def test_short_forms_are_read_but_written_otherwise():
         ("lora:r=2,grid=0.1/0.2,lr=0.1", "no lr beside it"),
         ("lora:r=2,grid=-1/1", "grid must be"),
         ("lora:r=2,head_lr=0.1/0", "head_lr must be"),
+        ("head:head_lr=0.1", "give it lr, or grid, instead of head_lr"),
         ("full:include=(", "not a regular expression"),
         ("full:rank=2", "full has no setting 'rank'; it takes include=, lr=, grid= and name="),
         ("wide-mlp:width=3", "needs the MLP's width"),

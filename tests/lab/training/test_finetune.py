@@ -113,6 +113,8 @@ def test_arms_that_do_not_fit(root):
         ("lora:r=2", task, None, "trains one from scratch"),
         ("head", language, AdapterSetup(), "head trains a new head, and this model has none"),
         ("peanut:act_fn=nothing", task, setup, "peanut"),
+        ("lora:r=2,head_lr=0.1", language, AdapterSetup(), "has no new head, whose learning rate is head_lr; omit it"),
+        ("noble:rank=2,head_lr=0.1", task, None, "has no new head"),
         ("full:include=.*nosuch", task, setup, "matches no parameter's whole name; one is .*weight"),
     ):
         with pytest.raises(UserError, match=words):
@@ -146,12 +148,6 @@ def test_head_has_a_learning_rate_of_its_own(root, arm):
     assert (min(head), min(rest, default=None)) == ((0.01, None) if arm == "head" else (0.5, 0.01))
     trained = [id(each) for each in model.parameters() if each.requires_grad]
     assert sorted(id(each) for _, each, _ in rates) == sorted(trained)
-
-
-def test_head_lr_of_an_arm_acts_or_is_refused(root):
-    recipe = helpers.recipe(helpers.glue_task(root), "head:head_lr=0.5")
-    with pytest.raises(UserError, match="give lr instead of head_lr"):
-        optimizer_groups(adapted(recipe), recipe, recipe.arm, 0.01)
 
 
 def test_epochs_become_steps():
