@@ -1,7 +1,7 @@
 """Operators in C++ for float32 on a CPU, `native.cpp`: built on first use, kept, and done without where they cannot be.
 
-The build needs a C++ compiler (`CXX`, else `c++`) and takes some seconds, once for a version of torch, a compiler and
-a kind of processor; the result lies in `$NLR_CACHE`, else `~/.cache/nonlinear-lowrank`. Without a compiler, with
+The build needs a C++ compiler (`CXX`, else `c++`) and takes twenty seconds, once for a version of torch, a compiler
+and a kind of processor; the result lies in `$NLR_CACHE`, else `~/.cache/nonlinear-lowrank`. Without a compiler, with
 `NLR_NATIVE=0` in the environment, and inside `use_kernels(False)`, operators are PyTorch's.
 """
 
