@@ -96,7 +96,7 @@ def study(recipe: Recipe, task: str, seeds: int, work: Path, workers: int | None
         arms=[Arm.parse(text) for text in texts],
         seeds=seeds,
         timing_rounds=0,
-        max_extensions=2 if task in ("cola", "stsb") else 1,
+        max_extensions=1 if task == "start" else 2,
         workers=workers,
         command=f"python -m studies.glue_minilm.run DATA --task {task} --seeds {seeds}",
     )
