@@ -30,6 +30,7 @@ def use_kernels(enabled: bool) -> Iterator[None]:
 
     It holds for the whole process, since backward of a GPU's tensors runs in a thread of autograd's. Of the blocks that
     are open, in any thread, the one entered last decides; a block that ends takes its own setting along and no other.
+    On a CPU NOBLE's backward is what its forward was.
     """
     switch = (object(), enabled)
     with _LOCK:

@@ -2,7 +2,8 @@
 
 The build needs a C++ compiler (`CXX`, else `c++`) and takes twenty seconds, once for a version of torch, a compiler
 and a kind of processor; the result lies in `$NLR_CACHE`, else `~/.cache/nonlinear-lowrank`. Without a compiler, with
-`NLR_NATIVE=0` in the environment, and inside `use_kernels(False)`, operators are PyTorch's.
+`NLR_NATIVE=0` in the environment, and inside `use_kernels(False)`, operators are PyTorch's. A NOBLE layer's backward is
+what its forward was.
 """
 
 import functools
@@ -22,8 +23,7 @@ from torch._C import _len_torch_dispatch_stack as _modes
 
 from .kernels import enabled
 
-_HERE = Path(__file__).parent
-SOURCES = [_HERE / "native.cpp", *sorted(_HERE.glob("*.h"))]
+SOURCE = Path(__file__).with_name("native.cpp")
 _VECTORS = {
     "AVX512": ["-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mprefer-vector-width=512"],
     "AVX2": ["-mavx2", "-mfma"],
@@ -67,7 +67,8 @@ def _built(vectors: list[str]) -> Path:
     how = ["-O3", "-std=c++20", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
     links = [f"-L{torch_path / 'lib'}", "-ltorch_cpu", "-lc10"]
     command = [os.environ.get("CXX", "c++"), *how, *vectors, *includes]
-    parts = [*map(Path.read_bytes, SOURCES), repr((torch.__version__, platform.machine(), command)).encode()]
+    sources = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
+    parts = [*map(Path.read_bytes, sources), repr((torch.__version__, platform.machine(), command)).encode()]
     mark = hashlib.sha256(b"".join(parts))
     user = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "nonlinear-lowrank")
     folder = Path(os.environ.get("NLR_CACHE") or user).expanduser()
@@ -76,8 +77,6 @@ def _built(vectors: list[str]) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as own:  # of this process: others may build at the same time
             made = Path(own) / path.name
-            subprocess.run(
-                [*command, str(SOURCES[0]), "-o", str(made), *links], check=True, capture_output=True, text=True
-            )
+            subprocess.run([*command, str(SOURCE), "-o", str(made), *links], check=True, capture_output=True, text=True)
             made.replace(path)
     return path
