@@ -94,9 +94,6 @@ def run_finetune(arguments: list[str]) -> None:
     from nonlinear_lowrank.hub.card import loading_code
 
     arm = recipe.arm
-    if arm.grid or len(arm.head_lr) > 1:
-        name = "grid" if arm.grid else "a head_lr of several rates"
-        raise UserError(f"{name} is for nlr compare; give the arm one learning rate: {arm.method}:lr=1e-4")
     if arm.method == "baseline":
         ways = ", ".join(each.name for each in TUNINGS)
         raise UserError(f"baseline changes nothing; say how the model is tuned: {ways}")

@@ -321,8 +321,8 @@ class Tuning(ArmKind):
                 takes = ", ".join(f"{key}=" for key in (*own, "lr", "grid"))
                 raise UserError(f"{self.name} has no setting {odd[0]!r}; it takes {takes} and name=")
             try:
-                re.compile(str(full.get("include", "")))
-            except re.error as error:
+                re.compile(full.get("include", ""))
+            except (re.error, TypeError) as error:
                 raise UserError(f"include={full['include']!r} is not a regular expression: {error}") from error
             return full
         known = {each.name for each in dataclasses.fields(_config_class(adapter))} - _NOT_SETTINGS - set(adapter.fixed)

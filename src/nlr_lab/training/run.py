@@ -77,7 +77,11 @@ def run_training(
         DivergedError: a UserError; the loss is no longer finite, or it rose for good and `stop_diverged` is set.
             result.json says so, checkpoints are kept.
     """
-    folder, arm = RunFolder(Path(out), recipe), recipe.arm
+    arm = recipe.arm
+    if arm.grid or len(arm.head_lr) > 1:
+        name = "grid" if arm.grid else "a head_lr of several rates"
+        raise UserError(f"{name} is for nlr compare; give the arm one learning rate: {arm.method}:lr=1e-4")
+    folder = RunFolder(Path(out), recipe)
     with _surroundings(recipe.train):
         if _uses_deepspeed():
             deepspeed.check_engine(muon=uses_muon(recipe, arm), allowed=allow_torch_checkpoints)
