@@ -24,6 +24,8 @@ ROWS = [  # a command, and words of the line
     # Each recipe's own model has its own fields.
     ("train sine-convnext-demo --patch 3", "8 pixels do not split into patches of 3, halved 3 times; choose 24"),
     ("train llm-demo --warmup 10", "did you mean --warmup-share or --warmup-steps"),
+    ("train llm-demo --arm noble:rank=4,grid=1e-3/1e-2", "grid is for nlr compare"),
+    ("train llm-demo --arm noble:rank=4,head_lr=1e-3", "the model has no new head"),
     ("train llm-demo --out zero.png", "zero.png is a file; name a folder"),
     ("fit image-demo --out . --arm dense", ". is not empty; choose another folder"),
     ("compare llm-demo --seeds 0", "--seeds must be a positive integer, got 0"),
