@@ -75,8 +75,6 @@ class TrafficBenchConfig:
     """r."""
     hardware: str = "h200"
     """a100, h100, h200, b200 or rtx4090."""
-    processors: int = 132
-    """Multiprocessors of the GPU."""
     utilization: float = 0.45
     """Share of the data sheet's rate that the plain model's step reaches."""
     product_share: float = 0.7

@@ -26,12 +26,11 @@ from typing import Any, NamedTuple
 
 from nlr_lab.plan.presets import find_hardware
 from nlr_lab.runtime.tables import number_table, render_table
-from nonlinear_lowrank.methods.noble.op import FUSED_DOWN_RANK, FUSED_DOWN_TOKENS
+from nonlinear_lowrank.methods.noble.op import FUSED_DOWN_RANK, TILE
 
 from .settings import TrafficBenchConfig
 
 _HALF = 2  # bytes of a number
-_ONE_KERNEL_RANK = 128  # of methods/noble/kernel.py, which imports triton
 
 
 class Kernel(NamedTuple):
@@ -59,17 +58,11 @@ def _cosnet(s: Shape) -> Kernel:
     return _kernel("cosnet", 2 * s.T * s.r, 2 * s.T * s.r * s.r)
 
 
-def _cosnet_backward(s: Shape, processors: int) -> list[Kernel]:
-    """One kernel, whose programs each have a part of M's gradient, or two and a product; then the sums of the parts."""
-    flops, moved = 6 * s.T * s.r * s.r, 4 * s.T * s.r
-    tile = FUSED_DOWN_TOKENS if s.r <= 64 or s.r > _ONE_KERNEL_RANK else 16
-    sums = 2 * 4 * 4 * s.r * -(-s.T // tile)  # float32, written and read
-    if s.r <= _ONE_KERNEL_RANK:
-        sums += 2 * 4 * s.r * s.r * min(processors, -(-s.T // tile))
-    else:
-        # h, du in, u, dh2 out; h, dh2 in, c1, dh out; c1, dh2 in. Every block of columns reads all of h, dh2 again
-        moved, flops = 10 * s.T * s.r, 8 * s.T * s.r * s.r
-    return [Kernel("cosnet backward", _HALF * moved + sums, flops)]
+def _cosnet_backward(s: Shape) -> list[Kernel]:
+    """Two kernels and M's gradient, a product; then the float32 sums of the tiles, written and read."""
+    # h, du in, u, dh2 out; h, dh2 in, c1, dh out; c1, dh2 in. Every block of columns reads all of h, dh2 again
+    nbytes = _HALF * 10 * s.T * s.r + 2 * 4 * 4 * s.r * -(-s.T // TILE)
+    return [Kernel("cosnet backward", nbytes, 6 * s.T * s.r * s.r)]
 
 
 def _down(s: Shape) -> list[Kernel]:
@@ -198,11 +191,10 @@ NOTE = (
 )
 
 
-def branch_kernels(structure: str, shape: Shape, processors: int = 132) -> list[Kernel]:
+def branch_kernels(structure: str, shape: Shape) -> list[Kernel]:
     """Return what a branch adds to forward and backward of a plain linear."""
     down, up, du, dx, gradients = STRUCTURES[structure](shape)
-    backward = _cosnet_backward(shape, processors)
-    return [*down(shape), *up(shape), *du(shape), *backward, *dx(shape), *gradients(shape)]
+    return [*down(shape), *up(shape), *du(shape), *_cosnet_backward(shape), *dx(shape), *gradients(shape)]
 
 
 def optimizer_bytes(shape: Shape) -> int:
@@ -279,7 +271,7 @@ def bench_traffic(config: TrafficBenchConfig, *, progress: Callable[[str], objec
     def of_model(name: str, rank: int) -> Iterator[tuple[Kernel, int]]:
         for d_in, d_out, n in shapes.values():
             shape = Shape(T, d_in, d_out, rank)
-            yield from ((kernel, n * config.layers) for kernel in branch_kernels(name, shape, config.processors))
+            yield from ((kernel, n * config.layers) for kernel in branch_kernels(name, shape))
 
     rows, parts = [], []
     for rank in config.ranks:

@@ -2,10 +2,11 @@
 
 Shapes: h and every r-wide tensor (T, r); mix M (r, r); f1, p1, f2, p2 (r).
 
-Which kernels there are, and when they run: docs/kernels.md. Backward recomputes c1 and c2 out of h; in one kernel M's
-gradient stays in registers while a program walks over its tokens. No atomics: every program writes its own partial
-sums, and one sum over programs in a fixed order ends it, so two runs agree to the bit. Arguments of the cosine and all
-sums are float32; c1 and the gradient of h2 are rounded to h's type, as the plain formula rounds them.
+Which kernels there are, and when they run: docs/kernels.md. Backward recomputes c1 and c2 out of h, in two kernels: one
+that kept M's gradient in registers had small tiles, and took three times as long at r = 128. Blocks are the fastest on
+an H200, at 16,384 tokens, of those that do not spill. No atomics: every program writes its own partial sums, and one
+sum over programs in a fixed order ends it, so two runs agree to the bit. Arguments of the cosine and all sums are
+float32; c1 and the gradient of h2 are rounded to h's type, as the plain formula rounds them.
 """
 
 from typing import Any
@@ -15,13 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nonlinear_lowrank.ops.kernels import processors
 from nonlinear_lowrank.ops.triton import Variant, cosine, power_of_2, precision, sine
 
-from .op import FUSED_DOWN_TOKENS, Branch
-
-ONE_KERNEL_RANK = 128
-"""Up to here backward is one kernel, for 16-bit numbers."""
+from .op import TILE, Branch
 
 
 @triton.jit
@@ -103,38 +100,6 @@ def down_kernel(x, down, mix, f1, p1, f2, p2, h, c2, T, D: tl.constexpr, R: tl.c
 
 
 @triton.jit
-def backward_kernel(h, du, mix, f1, p1, f2, p2, c2, dh, dmix, sums, T, R: tl.constexpr, BT: tl.constexpr,
-                    BN: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """All of it for r <= BN; program p walks over token tiles p, p + P, ... writes dmix[p] and each tile's sums."""
-    columns = tl.arange(0, BN)
-    square = (columns < R)[:, None] & (columns < R)[None, :]
-    # M itself (out, in); forward's product takes it transposed
-    m = tl.load(mix + columns[:, None] * R + columns[None, :], mask=square, other=0.0).to(h.dtype.element_ty)
-    dm = tl.zeros([BN, BN], tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(T, BT), tl.num_programs(0)):
-        first = tile * BT
-        argument = _tile(h, first, columns, T, R, BT).to(tl.float32) * _vector(f1, columns, R) + _vector(p1, columns, R)
-        c1 = cosine(argument, FAST).to(h.dtype.element_ty)
-        h2 = tl.dot(c1, tl.trans(m), input_precision=PRECISION)
-        outer = h2 * _vector(f2, columns, R) + _vector(p2, columns, R)
-        _put(c2, cosine(outer, FAST), first, columns, T, R, BT)
-        # du is zero outside the matrix, so everything below is too, though c1 and c2 are not
-        douter = -sine(outer, FAST) * _tile(du, first, columns, T, R, BT).to(tl.float32)
-        # Sums go to memory tile by tile: carried along, they would take more registers than the tile itself.
-        _put_sums(sums, 2, douter * h2, douter, tile, columns, R)
-        dh2 = (douter * _vector(f2, columns, R)).to(h.dtype.element_ty)
-        dm = tl.dot(tl.trans(dh2), c1, dm, input_precision=PRECISION)
-        dc1 = tl.dot(dh2, m, input_precision=PRECISION)
-        # h once more, from the cache, for the same reason
-        h_wide = _tile(h, first, columns, T, R, BT).to(tl.float32)
-        dargument = -sine(h_wide * _vector(f1, columns, R) + _vector(p1, columns, R), FAST) * dc1
-        _put_sums(sums, 0, dargument * h_wide, dargument, tile, columns, R)
-        _put(dh, dargument * _vector(f1, columns, R), first, columns, T, R, BT)
-    place = dmix + tl.program_id(0).to(tl.int64) * R * R + columns[:, None] * R + columns[None, :]
-    tl.store(place, dm, mask=square)
-
-
-@triton.jit
 def outer_kernel(h, du, mix, f1, p1, f2, p2, c2, dh2, sums, T, R: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
                  BK: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """c2, the gradient of h2, and each tile's sums for f2 and p2."""
@@ -169,45 +134,39 @@ def inner_kernel(h, dh2, mix, f1, p1, c1, dh, sums, T, R: tl.constexpr, BT: tl.c
 
 
 def _variant(
-    name: str, kernel: Any, rank: int, dtype: torch.dtype, shape: dict[str, int], warps: int, stages: int, products: int
+    name: str, kernel: Any, rank: int, dtype: torch.dtype, shape: dict[str, int], stages: int, products: int
 ) -> Variant:
-    constants = {"R": rank, "FAST": dtype != torch.float32, "PRECISION": precision(dtype)} | shape
-    return Variant(name, kernel, constants, warps, stages, products)
+    constants = {"R": rank, "FAST": dtype != torch.float32, "PRECISION": precision(dtype), "BT": TILE} | shape
+    return Variant(name, kernel, constants, 4, stages, products)
 
 
-def _tiled(name: str, kernel: Any, rank: int, dtype: torch.dtype, widest: int = 128) -> Variant:
-    block = min(power_of_2(rank, 16), widest)
-    shape = {"BT": 64, "BN": block, "BK": min(block, 64 if dtype != torch.float32 else 32)}
-    return _variant(name, kernel, rank, dtype, shape, 4 if block < widest else 8, 2, 1)
+def _tiled(name: str, kernel: Any, rank: int, dtype: torch.dtype, widest: int) -> Variant:
+    block = min(power_of_2(rank, 16), widest if dtype != torch.float32 else 64)
+    shape = {"BN": block, "BK": min(block, 64 if dtype != torch.float32 else 32)}
+    return _variant(name, kernel, rank, dtype, shape, 2, 1)
 
 
 def forward_variant(rank: int, dtype: torch.dtype) -> Variant:
     """Return `forward_kernel` as it is launched."""
-    return _tiled("cosnet forward", forward_kernel, rank, dtype)
+    return _tiled("cosnet forward", forward_kernel, rank, dtype, 256)
 
 
 def down_variant(d_in: int, rank: int, dtype: torch.dtype) -> Variant:
     """Return `down_kernel` as it is launched."""
-    block = power_of_2(rank, 16)
-    shape = {"D": d_in, "BT": FUSED_DOWN_TOKENS, "BN": block, "BK": 64 if dtype != torch.float32 else 32}
-    return _variant("cosnet with down", down_kernel, rank, dtype, shape, 4 if block < 128 else 8, 3, 2)
+    shape = {"D": d_in, "BN": power_of_2(rank, 16), "BK": 64 if dtype != torch.float32 else 32}
+    return _variant("cosnet with down", down_kernel, rank, dtype, shape, 4 if dtype != torch.float32 else 3, 2)
 
 
-def backward_variants(rank: int, dtype: torch.dtype) -> list[Variant]:
-    """Return the one kernel of backward, or both."""
-    if rank <= ONE_KERNEL_RANK and dtype != torch.float32:
-        # Above 64 M's gradient leaves registers for 16 rows only; 32 spill.
-        shape = {"BT": 64 if rank <= 64 else 16, "BN": power_of_2(rank, 16)}
-        return [_variant("cosnet backward", backward_kernel, rank, dtype, shape, 8 if rank > 32 else 4, 1, 3)]
-    # Two programs fit a multiprocessor. In narrower blocks of columns `outer` would make c1 more often.
-    return [
-        _tiled("cosnet backward, outer", outer_kernel, rank, dtype),
-        _tiled("cosnet backward, inner", inner_kernel, rank, dtype, widest=64),
-    ]
+def backward_variants(rank: int, dtype: torch.dtype) -> tuple[Variant, Variant]:
+    """Return `outer_kernel` and `inner_kernel` as they are launched."""
+    return (
+        _tiled("cosnet backward, outer", outer_kernel, rank, dtype, 64),
+        _tiled("cosnet backward, inner", inner_kernel, rank, dtype, 64),
+    )
 
 
 def _grid(variant: Variant, tokens: int, rank: int) -> tuple[int, int]:
-    return triton.cdiv(tokens, variant.constants["BT"]), triton.cdiv(rank, variant.constants["BN"])
+    return triton.cdiv(tokens, TILE), triton.cdiv(rank, variant.constants["BN"])
 
 
 def forward(h: Tensor, branch: Branch) -> Tensor:
@@ -227,8 +186,9 @@ def down_forward(x: Tensor, branch: Branch) -> tuple[Tensor, Tensor]:
     h, c2 = (x.new_empty(tokens, rank) for _ in range(2))
     if h.numel():
         variant = down_variant(d_in, rank, x.dtype)
-        grid = (triton.cdiv(tokens, variant.constants["BT"]),)
-        variant.launch(grid, x.contiguous(), branch.down.contiguous(), *_read(branch), h, c2, tokens)
+        variant.launch(
+            (triton.cdiv(tokens, TILE),), x.contiguous(), branch.down.contiguous(), *_read(branch), h, c2, tokens
+        )
     return h, c2
 
 
@@ -237,24 +197,14 @@ def backward(h: Tensor, du: Tensor, branch: Branch) -> tuple[Tensor, Tensor, lis
     tokens, rank = h.shape
     h, du, (mix, *vectors) = h.contiguous(), du.contiguous(), _read(branch)
     c2, dh = torch.empty_like(h), torch.empty_like(h)
-    if not h.numel():
-        dmix, sums = torch.zeros_like(mix), h.new_zeros(1, 4, rank, dtype=torch.float32)
-    elif len(kernels := backward_variants(rank, h.dtype)) == 1:
-        variant = kernels[0]
-        tiles = triton.cdiv(tokens, variant.constants["BT"])
-        programs = min(tiles, processors(h.device))
-        partial = h.new_empty(programs, rank, rank, dtype=torch.float32)
-        sums = h.new_empty(tiles, 4, rank, dtype=torch.float32)
-        variant.launch((programs,), h, du, mix, *vectors, c2, dh, partial, sums, tokens)
-        dmix = partial.sum(0)
-    else:
-        outer, inner = kernels
-        grid = _grid(outer, tokens, rank)
-        sums = h.new_empty(grid[0], 4, rank, dtype=torch.float32)
-        c1, dh2 = torch.empty_like(h), torch.empty_like(h)
+    outer, inner = backward_variants(rank, h.dtype)
+    grid = _grid(outer, tokens, rank)
+    sums = h.new_empty(grid[0], 4, rank, dtype=torch.float32)
+    c1, dh2 = torch.empty_like(h), torch.empty_like(h)
+    if h.numel():
         outer.launch(grid, h, du, mix, *vectors, c2, dh2, sums, tokens)
         inner.launch(_grid(inner, tokens, rank), h, dh2, mix, *vectors[:2], c1, dh, sums, tokens)
-        dmix = dh2.t() @ c1
+    dmix = dh2.t() @ c1
     df1, dp1, df2, dp2 = sums.sum(0)
     parameters = (*branch.mixes, *branch.frequencies, *branch.phases)
     gradients = (dmix, df1, df2, dp1, dp2)

@@ -42,7 +42,7 @@ FUSE_DOWN: bool | None = None
 """True: CosNet's kernel takes the down projection as well, up to rank `FUSED_DOWN_RANK`. None: for 16-bit numbers in
 aligned rows, where a tile of tokens is there for every processor. Not measured yet (benchmarks/gpu.py, "forms")."""
 FUSED_DOWN_RANK = 128
-FUSED_DOWN_TOKENS = 64  # in a tile
+TILE = 64  # tokens of a program of the kernels
 
 
 _SLOPE = 0.01  # of leaky_relu
@@ -408,7 +408,7 @@ def _down_kernel(x_TI: Tensor, branch: Branch) -> ModuleType | None:
     (tokens, d_in), rank = x_TI.shape, down.shape[0]
     if fuse is None:
         aligned = x_TI.dtype.itemsize == 2 and d_in % 8 == 0
-        fuse = x_TI.is_cuda and aligned and -(-tokens // FUSED_DOWN_TOKENS) >= processors(x_TI.device)
+        fuse = x_TI.is_cuda and aligned and -(-tokens // TILE) >= processors(x_TI.device)
     return _kernel(x_TI, rank, branch, down) if fuse and rank <= FUSED_DOWN_RANK else None
 
 
