@@ -16,7 +16,11 @@ pytestmark = pytest.mark.kernels
 
 # Compiling takes seconds each: in every run the kernels of the default settings, in slow ones every block shape.
 QUICK = {
-    "cosnet": {("cosnet forward", 64), ("cosnet with down", 64), ("cosnet backward", 64), ("cosnet backward", 128)},
+    "cosnet": {
+        ("cosnet forward", 64),
+        ("cosnet with down", 64),
+        *(("cosnet backward, " + each, 64) for each in ("outer", "inner")),
+    },
     "rational": {("rational forward", 384), ("rational backward", 384), ("rational backward", 1)},
     "sine": {("sine weight", 16), ("sine factors", 16)},
 }
@@ -52,7 +56,8 @@ def one(name, kernel):
 
 def test_a_kernel_that_spills_is_said_to():
     launch = one("rational", "rational backward")
-    row = report(launch._replace(variant=launch.variant._replace(registers=32)))
+    wide = launch.variant.constants | {"BT": 64}
+    row = report(launch._replace(variant=launch.variant._replace(constants=wide)))
     assert any("spill" in problem for problem in problems(row.figures))
 
 

@@ -58,14 +58,15 @@ def _polynomial(c, x):
 
 @triton.jit
 def _add_moments(sums, weight, x, NARROW_GROUPS: tl.constexpr):
-    """sums[k] + weight x^k, over the pieces of a wide group's tile."""
+    """sums[k] + weight x^k, over the pieces of a wide group's tile; a power and a multiply-add for each k."""
+    power = tl.full(x.shape, 1.0, tl.float32)
     found = ()
     for index in tl.static_range(len(sums)):
         if NARROW_GROUPS:
-            found = found + (sums[index] + weight,)  # type: ignore[assignment]
+            found = found + (sums[index] + weight * power,)  # type: ignore[assignment]
         else:
-            found = found + (sums[index] + tl.sum(weight, 1),)  # type: ignore[assignment]
-        weight = weight * x
+            found = found + (sums[index] + tl.sum(weight * power, 1),)  # type: ignore[assignment]
+        power = power * x
     return found
 
 
@@ -213,7 +214,7 @@ def _constants(
 ) -> dict[str, object]:
     narrow = width < NARROW
     return {
-        "BT": 4 if narrow else 8,
+        "BT": 4 if narrow else 16,
         "BC": 128 if narrow else min(power_of_2(width, 32), 128),
         "V": 16 // dtype.itemsize,  # of a load of 16 bytes
         "WIDTH": width,
@@ -239,18 +240,17 @@ def backward_variant(
 ) -> Variant:
     """Return `backward_kernel` as it is launched."""
     constants = _constants(width, terms, form, tails, gated, dtype) | {"COEFFICIENTS": coefficients}
-    # More than 4 elements a thread, and its registers leave too few threads to keep the memory busy. In narrow groups
-    # each has sums of its own: 4 spill.
-    constants |= {"BT": 2 if constants["NARROW_GROUPS"] else 4, "V": 4}
-    return Variant("rational backward", backward_kernel, constants, 4, 1, registers=128)
+    # In narrow groups each channel has sums of its own: more tokens a tile spill.
+    constants |= {"BT": 2 if constants["NARROW_GROUPS"] else 8, "V": 4}
+    return Variant("rational backward", backward_kernel, constants, 4, 1)
 
 
-def _grid(variant: Variant, x: Tensor, groups: int) -> tuple[int, int]:
-    """Blocks of channels, and programs that share the tokens of each: so many that the GPU is full, and no more."""
+def _grid(variant: Variant, x: Tensor, groups: int, programs: int) -> tuple[int, int]:
+    """Blocks of channels, and programs that share the tokens of each: so many a multiprocessor, fastest on an H200."""
     constants, channels = variant.constants, x.shape[1]
     per_group = triton.cdiv(constants["WIDTH"], constants["BC"])
     blocks = triton.cdiv(channels, constants["BC"]) if constants["NARROW_GROUPS"] else groups * per_group
-    full = triton.cdiv(processors(x.device) * (4 if variant.registers else 8), blocks)
+    full = triton.cdiv(programs * processors(x.device), blocks)
     return blocks, max(1, min(triton.cdiv(x.shape[0], constants["BT"]), full))
 
 
@@ -266,7 +266,7 @@ def forward(x: Tensor, up: Tensor | None, a: Tensor, b: Tensor, form: str, limit
         variant = forward_variant(width, terms, form, limits is not None, up is not None, x.dtype)
         second = x if up is None else up
         strides = x.stride(0), second.stride(0)
-        variant.launch(_grid(variant, x, a.shape[0]), x, second, a, b, y, *x.shape, *strides, *_settings(limits))
+        variant.launch(_grid(variant, x, a.shape[0], 32), x, second, a, b, y, *x.shape, *strides, *_settings(limits))
     return y
 
 
@@ -289,7 +289,7 @@ def backward(
         return dx, dup, torch.zeros_like(a), torch.zeros_like(b)
     width = x.shape[1] // groups
     variant = backward_variant(width, terms, form, limits is not None, up is not None, coefficients, x.dtype)
-    grid = _grid(variant, x, groups)
+    grid = _grid(variant, x, groups, 16)
     rows = x.shape[1] if variant.constants["NARROW_GROUPS"] else grid[0]
     sums = x.new_empty(grid[1] if coefficients else 0, rows, sum(terms), dtype=torch.float32)
     second, dsecond = (x, dx) if up is None or dup is None else (up, dup)
