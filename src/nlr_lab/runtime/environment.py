@@ -34,7 +34,8 @@ class OutOfTimeError(UserError):
 def machine(threads: int | None = None) -> dict[str, Any]:
     """Return the kind of machine, never its name, its user or a path on it; `threads` are those that the runs set.
 
-    `native`: whether float32 on its CPU is computed in C++ (`ops.native`), whose last bits are other than PyTorch's.
+    `native`: whether float32 is computed in C++ on its CPU (`ops.native`), whose last bits are other than PyTorch's;
+    that is built where it is asked for, so not on a machine with a GPU.
     """
     return {
         "system": platform.system(),
@@ -45,7 +46,7 @@ def machine(threads: int | None = None) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
         "processes": world_size(),
-        "native": native(torch.empty(0)) is not None,
+        "native": not torch.accelerator.is_available() and native(torch.empty(0)) is not None,
     }
 
 
