@@ -1,7 +1,5 @@
 """Triton kernels of KAT's way (kat_rational.py): an atomic addition for every element and coefficient."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -32,7 +30,7 @@ class KatRational(torch.autograd.Function):
 
 
 @triton.jit
-def _forward_kernel(x_ptr: Any, a_ptr: Any, b_ptr: Any, y_ptr: Any, size, channels, width, BLOCK: tl.constexpr):
+def _forward_kernel(x_ptr, a_ptr, b_ptr, y_ptr, size, channels, width, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < size
     group = (index % channels) // width
@@ -50,7 +48,7 @@ def _forward_kernel(x_ptr: Any, a_ptr: Any, b_ptr: Any, y_ptr: Any, size, channe
 
 @triton.jit
 def _backward_kernel(
-    dy_ptr: Any, x_ptr: Any, a_ptr: Any, b_ptr: Any, dx_ptr: Any, da_ptr: Any, db_ptr: Any,
+    dy_ptr, x_ptr, a_ptr, b_ptr, dx_ptr, da_ptr, db_ptr,
     size, channels, width, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
