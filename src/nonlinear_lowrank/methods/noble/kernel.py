@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nonlinear_lowrank.ops.triton import Variant, cosine, power_of_2, precision, sine
+from nonlinear_lowrank.ops.triton import Variant, cdiv, cosine, power_of_2, precision, sine
 
 from .op import TILE, Branch
 
@@ -166,7 +166,7 @@ def backward_variants(rank: int, dtype: torch.dtype) -> tuple[Variant, Variant]:
 
 
 def _grid(variant: Variant, tokens: int, rank: int) -> tuple[int, int]:
-    return triton.cdiv(tokens, TILE), triton.cdiv(rank, variant.constants["BN"])
+    return cdiv(tokens, TILE), cdiv(rank, variant.constants["BN"])
 
 
 def forward(h: Tensor, branch: Branch) -> Tensor:
@@ -186,9 +186,7 @@ def down_forward(x: Tensor, branch: Branch) -> tuple[Tensor, Tensor]:
     h, c2 = (x.new_empty(tokens, rank) for _ in range(2))
     if h.numel():
         variant = down_variant(d_in, rank, x.dtype)
-        variant.launch(
-            (triton.cdiv(tokens, TILE),), x.contiguous(), branch.down.contiguous(), *_read(branch), h, c2, tokens
-        )
+        variant.launch((cdiv(tokens, TILE),), x.contiguous(), branch.down.contiguous(), *_read(branch), h, c2, tokens)
     return h, c2
 
 

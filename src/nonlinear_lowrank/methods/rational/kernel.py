@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nonlinear_lowrank.ops.kernels import processors
-from nonlinear_lowrank.ops.triton import Variant, power_of_2
+from nonlinear_lowrank.ops.triton import Variant, cdiv, power_of_2
 
 __all__ = ["backward", "forward"]
 
@@ -248,10 +248,10 @@ def backward_variant(
 def _grid(variant: Variant, x: Tensor, groups: int, programs: int) -> tuple[int, int]:
     """Blocks of channels, and programs that share the tokens of each: so many a multiprocessor, fastest on an H200."""
     constants, channels = variant.constants, x.shape[1]
-    per_group = triton.cdiv(constants["WIDTH"], constants["BC"])
-    blocks = triton.cdiv(channels, constants["BC"]) if constants["NARROW_GROUPS"] else groups * per_group
-    full = triton.cdiv(programs * processors(x.device), blocks)
-    return blocks, max(1, min(triton.cdiv(x.shape[0], constants["BT"]), full))
+    per_group = cdiv(constants["WIDTH"], constants["BC"])
+    blocks = cdiv(channels, constants["BC"]) if constants["NARROW_GROUPS"] else groups * per_group
+    full = cdiv(programs * processors(x.device), blocks)
+    return blocks, max(1, min(cdiv(x.shape[0], constants["BT"]), full))
 
 
 def _settings(limits: tuple[float, ...] | None) -> tuple[float, ...]:

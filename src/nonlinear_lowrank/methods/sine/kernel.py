@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nonlinear_lowrank.ops.kernels import processors
 from nonlinear_lowrank.ops.sine import SineFactors
-from nonlinear_lowrank.ops.triton import Variant, cosine, power_of_2, sine
+from nonlinear_lowrank.ops.triton import Variant, cdiv, cosine, power_of_2, sine
 
 RANK = 256
 """The largest rank these kernels take: a row tile of `up` stays in registers."""
@@ -161,7 +161,7 @@ def form(weight: Tensor | None, factors: SineFactors, *, base: bool, out: Tensor
     ratios = up.new_empty(2, m if dora else 0, dtype=torch.float32)
     read = out if weight is None else weight
     variant = form_variant(rank, read.dtype, base=base, dora=dora)
-    grid = triton.cdiv(m, variant.constants["BM"]), 1 if dora else triton.cdiv(n, variant.constants["BN"])
+    grid = cdiv(m, variant.constants["BM"]), 1 if dora else cdiv(n, variant.constants["BN"])
     length = ratios if factors.magnitude is None else factors.magnitude.float().contiguous()
     tensors = up.contiguous(), down.contiguous(), read, length, ratios, out
     numbers = *read.stride(), *out.stride(), factors.omega, factors.amplitude
@@ -190,9 +190,9 @@ def _factor_gradient(
     """Return the gradient of `own` (m, r), strided as it is, and of `up` direction . gradient (m)."""
     (m, rank), n, dora = own.shape, other.shape[1], ratios is not None
     variant = gradient_variant(rank, gradient.dtype, of_down=of_down, dora=dora)
-    blocks, tiles = triton.cdiv(m, variant.constants["BM"]), triton.cdiv(n, variant.constants["BN"])
+    blocks, tiles = cdiv(m, variant.constants["BM"]), cdiv(n, variant.constants["BN"])
     most = max(1, min(tiles, n // (SHARE * rank)))
-    shares = min(most, triton.cdiv(4 * processors(own.device), blocks))
+    shares = min(most, cdiv(4 * processors(own.device), blocks))
     parts = torch.empty((shares, *own.t().shape) if of_down else (shares, *own.shape), device=own.device)
     projection = torch.empty(shares, m if dora and not of_down else 0, device=own.device)
     tensors = gradient, own, other, read, parts if ratios is None else ratios, parts, projection
