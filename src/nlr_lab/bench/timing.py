@@ -46,6 +46,19 @@ def in_mode(function: Callable[..., Any], mode: Mode, *, dynamic: bool | None = 
     return torch.compile(function, mode="reduce-overhead" if mode == "graphs" else None, dynamic=dynamic)
 
 
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    """Return a replay of the step's kernels as one CUDA graph: its time on the GPU, without Python's and launches'."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # what is compiled or cached in a first call cannot be captured
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
 def interleaved_step_times(
     steppers: Mapping[str, Callable[[], object]],
     rounds: int,
