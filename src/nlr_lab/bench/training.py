@@ -8,7 +8,7 @@ import gc
 import itertools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +24,26 @@ from .result import BenchResult, Progress, Row, describe_model
 from .settings import Mode, TrainBenchConfig
 from .timing import in_mode
 
+
+def _all_heads(q: Sequence[int], k: Sequence[int]) -> tuple[int, ...]:
+    return (k[0], q[1], *k[2:])  # torch 2.11 refuses fewer heads of keys than of queries
+
+
+def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(q, _all_heads(q, k), _all_heads(q, v)))
+
+
+def _attention_backward(dy: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(dy, q, _all_heads(q, k), _all_heads(q, v)))
+
+
 # Of operators that torch's counter does not know, by the shapes of their arguments. Attention counts whole, as there.
-_UNKNOWN_TO_TORCH = {
-    torch.ops.aten.addmm_: lambda total, left, right, **_: 2 * left[0] * left[1] * right[1],
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda dy, q, k, v, *_, **__: sdpa_backward_flop_count(dy, q, k, v)
-    ),
+_UNKNOWN_TO_TORCH: dict[Any, Callable[..., int]] = {
+    torch.ops.aten.addmm_: lambda total, left, right, **_: 2 * left[0] * left[1] * right[1]
 }
+for _name in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
+    _UNKNOWN_TO_TORCH[getattr(torch.ops.aten, f"_scaled_dot_product_{_name}")] = _attention
+    _UNKNOWN_TO_TORCH[getattr(torch.ops.aten, f"_scaled_dot_product_{_name}_backward")] = _attention_backward
 
 
 class Stepper:
