@@ -5,18 +5,23 @@
 
 The file is written after each part, since such machines are lent by the minute. First `kernels`: every kernel, forward
 and gradients, against its plain formula in float64, twice. If one is wrong the file names it under "wrong", nothing is
-measured and the exit status is 2. Every other part has a limit of seconds; what ran out of them is under "out_of_time",
-what failed under "failed" (exit status 1), what --minutes left no room for under "skipped".
+measured and the exit status is 2. Every other part has a limit of seconds; what ran out of them is under "out_of_time"
+(and the file has what was finished), what failed under "failed" (exit status 1), what --minutes left no room for under
+"skipped".
 
     kernels          largest relative error of each case; all of a float32 and a bfloat16 kind
-    step-eager, step-compiled, step-graphs
-                     blocks of the paper's base model: step over the baseline, its share of the GPU's rate, launches
-    adapters         blocks of Llama-3-8B: step of sine-LoRA, sine-DoRA and DoRA over LoRA
-    op               rational over GELU, gated rational over SwiGLU, sine-LoRA over LoRA, single
-    decode           one generated token at batch 1 and 32, eager and with CUDA graphs
     forms            `JOIN_UP` and `FUSE_DOWN` of `methods.noble.op`, each way, at the base model's shapes
-    memory, peak     saved for backward and peak: NOBLE on the base model, sine on all of Llama-3-8B's shape
+    op, op-sine      rational over GELU, gated rational over SwiGLU; sine-LoRA over LoRA
+    step-eager, step-compiled, step-graphs, official-compiled
+                     blocks of the paper's base model: step over the baseline, its share of the GPU's rate, launches
+    adapters, adapters-compiled
+                     blocks of Llama-3-8B: step of sine-LoRA, sine-DoRA and DoRA over LoRA
     losses           the first steps of each arm on real text (sources of the running Python): finite and falling
+    memory, peak     saved for backward and peak: NOBLE on the base model, sine on all of Llama-3-8B's shape
+    decode, decode-graphs
+                     one generated token at batch 1 and 32
+
+Single operators are replayed as CUDA graphs. Compiling takes the longest: those parts come last, on fewer blocks.
 """
 
 import argparse
@@ -61,24 +66,24 @@ BASE: Sizes = ANY_THREADS | {
 LLAMA: Sizes = ANY_THREADS | {
     "family": "llama", "width": 4096, "layers": 4, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocab_size": 128_256,
     "sequence_length": 2048, "batch_size": 1, "methods": ("sine-lora", "sine-dora", "dora"), "ranks": (32,),
-    "modes": ("compiled", "eager"), "bf16": True, "frozen_dtype": "bfloat16",
+    "bf16": True, "frozen_dtype": "bfloat16",
 }  # fmt: skip
 OP: Sizes = ANY_THREADS | {
-    "operators": ("rational", "gated", "sine"), "width": 4096, "hidden": 8192, "tokens": 16_384, "ranks": (64,),
-    "dtype": "bfloat16", "modes": ("eager",),
+    "width": 4096, "hidden": 8192, "tokens": 16_384, "ranks": (64,), "dtype": "bfloat16", "modes": ("eager",),
 }  # fmt: skip
+FEWER: Sizes = {"tokens": 4096}  # of rational activations: KAT's atomic additions take the longest of all
 DECODE: Sizes = ANY_THREADS | {
     "width": 2048, "layers": 4, "heads": 16, "hidden": 5504, "vocab_size": 50257, "ranks": (64,), "context": 512,
-    "modes": ("eager", "graphs"), "dtype": "bfloat16", "batch_sizes": (1, 32),
+    "dtype": "bfloat16", "batch_sizes": (1, 32),
 }  # fmt: skip
 FULL = {"step": BASE, "adapters": LLAMA, "op": OP, "decode": DECODE}
 TOY: Sizes = {"width": 64, "heads": 2, "layers": 2, "hidden": 96, "vocab_size": 256, "threads": 1}
 TOY_STEP: Sizes = TOY | {"sequence_length": 32, "batch_size": 4}
 TINY = {
     "step": BASE | TOY_STEP | {"ranks": (8, 16)},
-    "adapters": LLAMA | TOY_STEP | {"kv_heads": 1, "ranks": (8,), "modes": ("eager",)},
+    "adapters": LLAMA | TOY_STEP | {"kv_heads": 1, "ranks": (8,)},
     "op": OP | {"width": 64, "hidden": 96, "tokens": 64, "ranks": (8,), "threads": 1},
-    "decode": DECODE | TOY | {"ranks": (8,), "modes": ("eager",), "context": 16, "dtype": "float32"},
+    "decode": DECODE | TOY | {"ranks": (8,), "context": 16, "dtype": "float32"},
 }
 SHAPES = ((1024, 1024), (1024, 5504), (2752, 1024))  # (d_in, d_out)
 
@@ -127,7 +132,7 @@ def main() -> int:
         print(f"{name} ...", file=sys.stderr, flush=True)
         try:
             with _seconds(min(limit, end - start)):
-                results[name] = measure(sizes, options)
+                measure(sizes, options, results.setdefault(name, {}))
             if name == "kernels":
                 results["wrong"] = {case: each["wrong"] for case, each in results[name].items() if "wrong" in each}
         except OutOfTime:
@@ -190,9 +195,8 @@ def cases(tiny: bool) -> Iterator[tuple[str, Callable[[], Any], dict[str, bool]]
                 yield f"sine{'-dora' * dora} r={rank} {kind}", make, {}
 
 
-def kernels(sizes: dict[str, Sizes], options: argparse.Namespace) -> Record:
+def kernels(sizes: dict[str, Sizes], options: argparse.Namespace, found: Record) -> None:
     """Compare every case with its plain formula, and with itself; {case: {} or {"wrong": why}}."""
-    found: Record = {}
     for name, make, constants in cases(options.tiny):
         torch.manual_seed(0)
         before = {each: getattr(noble_op, each) for each in constants}
@@ -212,7 +216,6 @@ def kernels(sizes: dict[str, Sizes], options: argparse.Namespace) -> Record:
                 setattr(noble_op, each, value)
         if "wrong" in found[name]:
             print(f"  {name}: {found[name]['wrong']}", file=sys.stderr, flush=True)
-    return found
 
 
 def _measure(measure: Callable[..., Any], config: Any) -> Record:
@@ -222,65 +225,74 @@ def _measure(measure: Callable[..., Any], config: Any) -> Record:
     return json.loads(result.to_json())
 
 
-def step(mode: Mode, sizes: dict[str, Sizes], options: argparse.Namespace) -> Record:
+def _modes(mode: Mode, options: argparse.Namespace) -> tuple[Mode, ...]:
+    return ("eager",) if options.tiny else (mode,)
+
+
+def _fewer(mode: Mode, sizes: Sizes, **fewer: Any) -> Sizes:
+    return sizes if mode == "eager" else sizes | fewer
+
+
+def step(
+    mode: Mode, methods: tuple[str, ...], sizes: dict[str, Sizes], options: argparse.Namespace, found: Record
+) -> None:
     """NOBLE on the base model, and the share of the GPU's rate that the baseline reaches."""
-    modes = ("eager",) if options.tiny else (mode,)
-    record = _measure(bench_step, TrainBenchConfig(**sizes["step"] | {"modes": modes}))
+    own = _fewer(mode, sizes["step"], layers=2, ranks=sizes["step"]["ranks"][:1])
+    config = TrainBenchConfig(**own | {"modes": _modes(mode, options), "methods": methods})
+    found |= _measure(bench_step, config)
     rate = device_rate(torch.cuda.get_device_name(), bf16=True) if torch.cuda.is_available() else None
-    rate = rate or record["machine"]["product_flops_per_second"]  # of a device that has no data sheet here
-    record["baseline_utilization"] = record["flops"]["baseline"] / record["rows"][0]["over_seconds"] / rate
-    print(f"  baseline at {record['baseline_utilization']:.1%} of {rate / 1e12:,.3g} TFLOP/s", file=sys.stderr)
-    return record
+    rate = rate or found["machine"]["product_flops_per_second"]  # of a device that has no data sheet here
+    found["baseline_utilization"] = found["flops"]["baseline"] / found["rows"][0]["over_seconds"] / rate
+    print(f"  baseline at {found['baseline_utilization']:.1%} of {rate / 1e12:,.3g} TFLOP/s", file=sys.stderr)
 
 
-def memory(sizes: dict[str, Sizes], options: argparse.Namespace) -> Record:
+def memory(sizes: dict[str, Sizes], options: argparse.Namespace, found: Record) -> None:
     """NOBLE on the base model."""
-    return _measure(bench_memory, TrainBenchConfig(**sizes["step"] | {"modes": ("eager",)}))
+    found |= _measure(bench_memory, TrainBenchConfig(**sizes["step"] | {"modes": ("eager",)}))
 
 
-def adapters(sizes: dict[str, Sizes], options: argparse.Namespace) -> Record:
+def adapters(mode: Mode, sizes: dict[str, Sizes], options: argparse.Namespace, found: Record) -> None:
     """Step times over LoRA: as many blocks as let every arm be there at once."""
-    return _measure(bench_step, TrainBenchConfig(**sizes["adapters"]))
+    own = _fewer(mode, sizes["adapters"], layers=1)
+    found |= _measure(bench_step, TrainBenchConfig(**own | {"modes": _modes(mode, options)}))
 
 
-def peak(sizes: dict[str, Sizes], options: argparse.Namespace) -> Record:
+def peak(sizes: dict[str, Sizes], options: argparse.Namespace, found: Record) -> None:
     """All 32 blocks, one arm at a time."""
     layers = sizes["adapters"]["layers"] if options.tiny else 32
-    return _measure(bench_memory, TrainBenchConfig(**sizes["adapters"] | {"layers": layers, "modes": ("eager",)}))
+    found |= _measure(bench_memory, TrainBenchConfig(**sizes["adapters"] | {"layers": layers, "modes": ("eager",)}))
 
 
-def forms(sizes: dict[str, Sizes], options: argparse.Namespace) -> Record:
+def forms(sizes: dict[str, Sizes], options: argparse.Namespace, found: Record) -> None:
     """{"d_in d_out": {"constant=value": record}}."""
-    found: Record = {}
     for d_in, d_out in ((32, 96),) if options.tiny else SHAPES:
         records = found[f"{d_in} {d_out}"] = {}
         for constant in ("JOIN_UP", "FUSE_DOWN"):
             for value in (False, True):
                 setattr(noble_op, constant, value)
                 try:
-                    shape = {"operators": ("noble",), "width": d_in, "hidden": d_out, "modes": ("eager",)}
+                    shape = {"operators": ("noble",), "width": d_in, "hidden": d_out}
                     records[f"{constant}={value}"] = _measure(bench_op, OpBenchConfig(**sizes["op"] | shape))
                 finally:
                     setattr(noble_op, constant, None)
-    return found
 
 
-def op(sizes: dict[str, Sizes], options: argparse.Namespace) -> Record:
+def op(operators: tuple[str, ...], sizes: dict[str, Sizes], options: argparse.Namespace, found: Record) -> None:
     """Single operators."""
-    return _measure(bench_op, OpBenchConfig(**sizes["op"]))
+    own = sizes["op"] if "sine" in operators or options.tiny else sizes["op"] | FEWER
+    found |= _measure(bench_op, OpBenchConfig(**own | {"operators": operators}))
 
 
-def decode(sizes: dict[str, Sizes], options: argparse.Namespace) -> Record:
+def decode(mode: Mode, sizes: dict[str, Sizes], options: argparse.Namespace, found: Record) -> None:
     """One token."""
-    return _measure(bench_decode, DecodeBenchConfig(**sizes["decode"]))
+    found |= _measure(bench_decode, DecodeBenchConfig(**sizes["decode"] | {"modes": _modes(mode, options)}))
 
 
-def losses(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, list[float]]:
+def losses(sizes: dict[str, Sizes], options: argparse.Namespace, found: Record) -> None:
     """arm -> losses of the first steps."""
     config = TrainBenchConfig(**sizes["step"] | {"methods": ("noble",)})
     text = _text(options.steps * config.batch_size * config.sequence_length)
     batches = text.view(options.steps, config.batch_size, config.sequence_length).to(config.device)
-    curves = {}
     for arm in bench_arms(config.methods, config.ranks):
         position = iter(range(options.steps))
         stepper = Stepper(config, "eager", arm, batch=lambda p=position: batches[next(p)], lr=1e-3)
@@ -290,11 +302,10 @@ def losses(sizes: dict[str, Sizes], options: argparse.Namespace) -> dict[str, li
             for group, peak_lr in zip(stepper.optimizer.param_groups, peak_lrs, strict=True):
                 group["lr"] = peak_lr * min(1.0, (index + 1) / 20)
             values.append(stepper.step())
-        curves[arm.name] = torch.stack(values).tolist()
-        print(f"  {arm.name}: {curves[arm.name][0]:.3f} -> {curves[arm.name][-1]:.3f}", file=sys.stderr, flush=True)
+        found[arm.name] = torch.stack(values).tolist()
+        print(f"  {arm.name}: {found[arm.name][0]:.3f} -> {found[arm.name][-1]:.3f}", file=sys.stderr, flush=True)
         del stepper
         _release()
-    return curves
 
 
 def _text(tokens: int) -> torch.Tensor:
@@ -313,18 +324,22 @@ def _release() -> None:
 
 
 # name -> seconds at most, what measures it
-PARTS: dict[str, tuple[float, Callable[[dict[str, Sizes], argparse.Namespace], Record]]] = {
+PARTS: dict[str, tuple[float, Callable[[dict[str, Sizes], argparse.Namespace, Record], None]]] = {
     "kernels": (110, kernels),
-    "step-eager": (30, partial(step, "eager")),
-    "step-compiled": (80, partial(step, "compiled")),
-    "op": (25, op),
-    "decode": (40, decode),
-    "adapters": (50, adapters),
-    "step-graphs": (80, partial(step, "graphs")),
-    "memory": (20, memory),
-    "forms": (30, forms),
+    "forms": (40, forms),
+    "op": (25, partial(op, ("rational", "gated"))),
+    "op-sine": (25, partial(op, ("sine",))),
+    "step-eager": (45, partial(step, "eager", ("noble", "noble-official"))),
+    "step-compiled": (90, partial(step, "compiled", ("noble",))),
+    "adapters": (40, partial(adapters, "eager")),
     "losses": (30, losses),
+    "memory": (20, memory),
+    "decode": (25, partial(decode, "eager")),
     "peak": (30, peak),
+    "official-compiled": (70, partial(step, "compiled", ("noble-official",))),
+    "adapters-compiled": (70, partial(adapters, "compiled")),
+    "decode-graphs": (60, partial(decode, "graphs")),
+    "step-graphs": (80, partial(step, "graphs", ("noble",))),
 }
 
 if __name__ == "__main__":

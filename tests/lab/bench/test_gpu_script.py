@@ -45,9 +45,10 @@ def script(monkeypatch, tmp_path):
 def test_runs_on_the_cpu(tmp_path):
     data = rehearse(tmp_path / "gpu.json", "--rounds", "2", "--steps", "40")
     ranks = data["sizes"]["step"]["ranks"]
-    arms = [f"{name} r={rank}" for name in ("noble", "noble-official") for rank in ranks]
+    all_arms = [f"{name} r={rank}" for name in ("noble", "noble-official") for rank in ranks]
+    fewer = {part: [f"noble r={ranks[0]}"] for part in ("step-compiled", "step-graphs")}
     assert data["skipped"] == []
-    for part in ("step-eager", "step-compiled", "step-graphs"):
+    for part, arms in {"step-eager": all_arms, "official-compiled": [f"noble-official r={ranks[0]}"], **fewer}.items():
         assert [row["arm"] for row in data[part]["rows"]] == arms
         assert 0 < data[part]["baseline_utilization"] < 1.5
         assert all(row["figures"]["launches"] > 0 for row in data[part]["rows"])
@@ -55,13 +56,14 @@ def test_runs_on_the_cpu(tmp_path):
         assert len(losses) == 40, arm
         assert losses[-1] < losses[0] - 0.3, arm
     assert len(set(map(tuple, data["losses"].values()))) == 1 + len(ranks)
-    assert {row["arm"] for row in data["adapters"]["rows"]} == {"sine-lora r=8", "sine-dora r=8", "dora r=8"}
+    for part in ("adapters", "adapters-compiled"):
+        assert {row["arm"] for row in data[part]["rows"]} == {"sine-lora r=8", "sine-dora r=8", "dora r=8"}
     ratios = {row["arm"]: row["figures"].get("saved_ratio") for row in data["peak"]["rows"]}
     assert ratios["sine-lora r=8"] <= 1.01
     assert ratios["sine-dora r=8"] <= 1.01 < ratios["dora r=8"]
-    assert {row["panel"].split(",")[0] for row in data["op"]["rows"]} == {"rational", "gated", "sine"}
-    assert data["decode"]["rows"]
-    assert data["memory"]["rows"]
+    panels = {row["panel"].split(",")[0] for part in ("op", "op-sine") for row in data[part]["rows"]}
+    assert panels == {"rational", "gated", "sine"}
+    assert all(data[part]["rows"] for part in ("decode", "decode-graphs", "memory"))
     (forms,) = data["forms"].values()
     assert set(forms) == {f"{name}={value}" for name in ("JOIN_UP", "FUSE_DOWN") for value in (False, True)}
 
@@ -89,15 +91,21 @@ def test_nothing_is_measured_after_a_wrong_kernel(script, monkeypatch, capsys):
 
 def test_a_part_that_fails_or_takes_too_long_stops_itself_alone(script, monkeypatch):
     module, run = script
+
+    def slow(sizes, options, found):
+        found["finished"] = 2
+        time.sleep(60)
+
     parts = {
-        "decode": (0.2, lambda *_: time.sleep(60)),
+        "decode": (0.2, slow),
         "op": (9, lambda *_: 1 / 0),
-        "memory": (9, lambda *_: {"a": 1}),
+        "memory": (9, lambda sizes, options, found: found.update(a=1)),
     }
     monkeypatch.setattr(module, "PARTS", parts)
     status, data = run("--only", *parts)
     assert status == 1
     assert data["out_of_time"]["decode"] < 10
+    assert data["decode"] == {"finished": 2}
     assert data["failed"] == {"op": "ZeroDivisionError: division by zero"}
     assert data["memory"] == {"a": 1}
     assert run("--only", "memory", "--minutes", "0")[1]["skipped"] == ["memory"]
