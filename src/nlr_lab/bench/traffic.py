@@ -10,7 +10,7 @@ need, whichever is more. Numbers (of 2 bytes) that move, where products stand ap
 | CosNet                  | 2 T r                     | 2 T r r|
 | y += u U^T              | 2 T O + T r + O r         | 2 T O r|
 | du = dy U               | T O + O r + T r           | 2 T O r|
-| CosNet, backward        | 4 T r, and partial sums   | 6 T r r|
+| CosNet, backward        | 10 T r, and partial sums  | 6 T r r|
 | dU = dy^T u             | T O + T r + O r           | 2 T O r|
 | dx += dh D              | 2 T I + T r + r I         | 2 T I r|
 | dD = dh^T x             | T I + T r + r I           | 2 T I r|
