@@ -50,6 +50,15 @@ def test_no_spills_and_tensor_cores(launch):
     assert figures["shared"] <= 227 * 1024
 
 
+@pytest.mark.parametrize(
+    ("name", "kernel", "rank"), [("sine", "sine factors", 256), ("cosnet", "cosnet with down", 128)]
+)
+def test_shared_memory_suffices_on_small_gpus(name, kernel, rank):
+    for launch in launches(name):
+        if key(name, launch.variant) == (kernel, rank):
+            assert report(launch, capability=89).figures["shared"] <= 99 * 1024
+
+
 def one(name, kernel):
     return next(launch for launch in launches(name) if launch.variant.name == kernel)
 
