@@ -49,7 +49,7 @@ class CompareOptions(_Options):
     """Name of the arm that the table compares with; default: the first."""
     workers: int | None = None
     """So many runs side by side, on this machine's GPUs or cores, or on the Ray cluster that RAY_ADDRESS names (needs
-    the extra "ray"); default: one after another."""
+    the extra "ray"); more of them than GPUs share these. Default: one after another."""
 
 
 @dataclass(frozen=True, kw_only=True)

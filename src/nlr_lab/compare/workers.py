@@ -7,6 +7,7 @@ joined cluster's workers run in the comparison's working folder, so that relativ
 """
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -70,7 +71,7 @@ def run_side_by_side(
     """
     import ray
 
-    task = ray.remote(_train).options(**_resources(trials.recipe.train.threads), max_retries=_RETRIES)
+    task = ray.remote(_train).options(**_resources(trials.recipe.train.threads, number), max_retries=_RETRIES)
     waiting, going = list(reversed(runs)), dict[Any, Path]()
     try:
         while waiting or going:
@@ -95,19 +96,24 @@ def run_side_by_side(
                 ray.cancel(each, force=True)
 
 
-def _resources(threads: int | None) -> dict[str, float]:
-    """Return what a run asks of the cluster; raise UserError where no machine has that: it would wait for ever."""
+def _resources(threads: int | None, number: int) -> dict[str, float]:
+    """Return what a run asks of the cluster, a share of a GPU where there are more runs than GPUs.
+
+    Raises:
+        UserError: no machine has that; the run would wait for ever.
+    """
     import ray
 
-    cores, gpus = threads or 1, int(ray.cluster_resources().get("GPU", 0) >= 1)
+    cores, gpus = threads or 1, ray.cluster_resources().get("GPU", 0)
+    share = 1 / math.ceil(number / gpus) if gpus else 0
     machines = [machine["Resources"] for machine in ray.nodes() if machine["Alive"]]
-    if not any(machine.get("CPU", 0) >= cores and machine.get("GPU", 0) >= gpus for machine in machines):
+    if not any(machine.get("CPU", 0) >= cores and machine.get("GPU", 0) >= share for machine in machines):
         most = max((machine.get("CPU", 0) for machine in machines), default=0)
         raise UserError(
             f"a run asks for {cores} cores{' and a GPU' if gpus else ''}, and no machine of the cluster has them (at "
             f"most {most:g} cores); lower --train.threads"
         )
-    return {"num_cpus": cores, "num_gpus": gpus}
+    return {"num_cpus": cores, "num_gpus": share}
 
 
 def _train(trials: Trials, arm: Any, choice: Choice, seed: int, folder: Path, working: Path) -> str | None:

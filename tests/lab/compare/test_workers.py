@@ -35,7 +35,7 @@ def go(recipe, out, run=run_training, **options):
     settings = {"arms": ARMS, "seeds": 2, "tune_lr": (1e-3, 1e-2), "max_extensions": 1, "timing_rounds": 0}
     trials = ModelTrials(recipe)
     trials.train = run
-    return compare(recipe, out, **settings, quiet=True, command="x", trials=trials, **options).results
+    return compare(recipe, out, **settings | options, quiet=True, command="x", trials=trials).results
 
 
 def numbers(results):
@@ -86,6 +86,28 @@ def test_refuses_a_run_that_fits_on_no_machine(recipe, tmp_path):
         wide = replace(recipe, train=replace(recipe.train, threads=2))
         with pytest.raises(UserError, match=r"asks for 2 cores.*at most 1 cores.*lower --train.threads"):
             go(wide, tmp_path / "out", workers=1)
+    finally:
+        ray.shutdown()
+
+
+def meet(recipe, out, **options):
+    """Trains once another run has begun too."""
+    Path(out).parents[3].joinpath(f"met-{recipe.arm.method}").touch()
+    end = time.monotonic() + 60
+    while len(list(Path(out).parents[3].glob("met-*"))) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    return run_training(recipe, out, **options)
+
+
+@pytest.mark.slow
+def test_more_workers_than_gpus_share_them(recipe, tmp_path, monkeypatch):
+    import ray
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    ray.init(num_cpus=2, num_gpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        assert go(recipe, tmp_path / "out", workers=2, run=meet, seeds=1, tune_lr=())["n"] == 1
     finally:
         ray.shutdown()
 
