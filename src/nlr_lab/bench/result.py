@@ -16,7 +16,7 @@ from nlr_lab.runtime.environment import cpu_threads, machine, many_compiled, ver
 from nlr_lab.runtime.tables import COLOURS, new_figure, number_table, readable_bytes, render_table, save
 
 from .settings import ModelBenchConfig
-from .timing import Ratio, interleaved_step_times, paired_ratio
+from .timing import Ratio, interleaved_step_times, keep_freed_memory, paired_ratio
 
 Progress = Callable[[str], object]
 
@@ -72,6 +72,7 @@ class BenchResult:
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
         """Use the config's threads and compile every form inside it; then measure the machine."""
+        keep_freed_memory()
         with cpu_threads(self.config.threads), many_compiled():
             yield
             self.machine = describe_machine(self.config.device)
