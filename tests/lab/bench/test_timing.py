@@ -1,12 +1,15 @@
 """Interleaving, pairing and clocks of timed steps."""
 
 import gc
+import platform
+import resource
 import time
 
 import numpy as np
 import pytest
+import torch
 
-from nlr_lab.bench.timing import interleaved_step_times, paired_ratio
+from nlr_lab.bench.timing import interleaved_step_times, keep_freed_memory, paired_ratio
 from refusals import assert_refused
 from seeds import rng
 
@@ -20,6 +23,18 @@ def test_arms_take_turns_in_rotating_order():
     assert len(turns) == 6
     assert turns[2:] == ["abc", "bca", "cab", "abc"]
     assert {name: len(seconds) for name, seconds in times.items()} == {"a": 4, "b": 4, "c": 4}
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc alone")
+def test_freed_memory_is_kept():
+    def page_faults():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(16 << 20)  # 64 MiB: 16,384 pages
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    keep_freed_memory()
+    page_faults()
+    assert page_faults() < 1000
 
 
 def _spin(seconds: float) -> None:
