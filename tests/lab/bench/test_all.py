@@ -32,7 +32,6 @@ def test_the_page_states_every_part():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
 @pytest.mark.parametrize("parts", [EAGER, pytest.param(("step-512",), marks=pytest.mark.slow)], ids=["eager", "512"])
 def test_rows_stand_beside_their_least(parts, tmp_path):
     lines = []

@@ -147,7 +147,6 @@ def test_peak_agrees_with_counts_by_hand():
 
 # torch hides it where warnings are no errors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_memory_agrees_with_counts_by_hand(mode, tmp_path):
     lines = []
@@ -189,7 +188,6 @@ def test_decode_times_also_optimized_arms_that_get_faster():
         assert str(row.step) in str(result)
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
 @pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_decoded_step_is_the_next_token_and_leaves_the_cache(mode):
     torch._dynamo.reset()

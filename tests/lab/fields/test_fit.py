@@ -215,7 +215,6 @@ def test_clipped_gradients_have_the_norm(tmp_path):
     assert moved[1] < 0.2 * moved[0]  # Adam's eps then matters
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
 @pytest.mark.slow
 def test_compiled_fit_computes_the_same(tmp_path):
     eager, compiled = (_fit(tmp_path / str(on), config=replace(SHORT, compile=on)) for on in (False, True))

@@ -188,7 +188,6 @@ def test_encodings_widen_the_inputs_of_a_radiance_field_alone():
     assert net(torch.randn(2, 3), torch.randn(2, 3))[1].shape == (2, 3)
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_sine_layers_save_no_weight_for_backward(compiled):
     width, points = 128, 3  # far fewer values pass through than a weight has
@@ -204,7 +203,6 @@ def test_sine_layers_save_no_weight_for_backward(compiled):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
 @pytest.mark.parametrize("rank", [1, 30])
 def test_compiled_sine_step_costs_at_most_a_tenth_more(rank):
     """On 2,048 points, optimizer included; steps of the two take turns."""

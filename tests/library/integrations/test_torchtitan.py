@@ -40,7 +40,6 @@ pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:DTensor random operators may not have complete support:UserWarning",
         "ignore:.*barrier.*using the device under current context:UserWarning",
-        "ignore:.*script_method.* is deprecated:DeprecationWarning",
         "ignore:TypedStorage is deprecated:UserWarning",
     ),
 ]

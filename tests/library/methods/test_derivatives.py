@@ -15,8 +15,7 @@ from adapter_helpers import ROWS as ADAPTERS
 from model_helpers import gpt2, opt, randomised
 from op_helpers import COMPILED_ROWS, ROWS, assert_all_close
 
-# Forward mode imports torch.jit.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning", *PEFT_WARNINGS)
+pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
 rows = pytest.mark.parametrize("row", ROWS)
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}

@@ -60,7 +60,6 @@ def test_agrees_with_pytorch_over_many_pieces():
         compare(case, case.dys())
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # forward mode imports torch.jit
 @pytest.mark.parametrize("name", [name for name in THEIRS if name.startswith("noble")])
 def test_a_backward_is_differentiated_and_batched_as_in_pytorch(name):
     case = ROWS[name](dtype=torch.float32)

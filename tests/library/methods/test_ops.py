@@ -98,7 +98,6 @@ def test_compiles_fullgraph_with_equal_outputs_and_gradients(row):
             torch.testing.assert_close(one, other)
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
 @pytest.mark.parametrize(
     ("backend", "autocast"),
     [

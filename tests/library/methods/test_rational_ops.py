@@ -111,7 +111,6 @@ def test_wrong_inputs_are_one_clear_line():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # inductor imports torch.jit
 @pytest.mark.parametrize("kind", ["rational", "rational_anchored"])
 @pytest.mark.parametrize("groups", [8, 64])
 @forms
