@@ -71,7 +71,6 @@ LLAMA: Sizes = ANY_THREADS | {
 OP: Sizes = ANY_THREADS | {
     "width": 4096, "hidden": 8192, "tokens": 16_384, "ranks": (64,), "dtype": "bfloat16", "modes": ("eager",),
 }  # fmt: skip
-FEWER: Sizes = {"tokens": 4096}  # of rational activations: KAT's atomic additions take the longest of all
 DECODE: Sizes = ANY_THREADS | {
     "width": 2048, "layers": 4, "heads": 16, "hidden": 5504, "vocab_size": 50257, "ranks": (64,), "context": 512,
     "dtype": "bfloat16", "batch_sizes": (1, 32),
@@ -277,10 +276,12 @@ def forms(sizes: dict[str, Sizes], options: argparse.Namespace, found: Record) -
                     setattr(noble_op, constant, None)
 
 
-def op(operators: tuple[str, ...], sizes: dict[str, Sizes], options: argparse.Namespace, found: Record) -> None:
-    """Single operators."""
-    own = sizes["op"] if "sine" in operators or options.tiny else sizes["op"] | FEWER
-    found |= _measure(bench_op, OpBenchConfig(**own | {"operators": operators}))
+def op(
+    operators: tuple[str, ...], tokens: int, sizes: dict[str, Sizes], options: argparse.Namespace, found: Record
+) -> None:
+    """Single operators, on so many tokens at most."""
+    own = {"operators": operators, "tokens": min(tokens, sizes["op"]["tokens"])}
+    found |= _measure(bench_op, OpBenchConfig(**sizes["op"] | own))
 
 
 def decode(mode: Mode, sizes: dict[str, Sizes], options: argparse.Namespace, found: Record) -> None:
@@ -327,8 +328,8 @@ def _release() -> None:
 PARTS: dict[str, tuple[float, Callable[[dict[str, Sizes], argparse.Namespace, Record], None]]] = {
     "kernels": (110, kernels),
     "forms": (40, forms),
-    "op": (25, partial(op, ("rational", "gated"))),
-    "op-sine": (25, partial(op, ("sine",))),
+    "op": (25, partial(op, ("rational", "gated"), 4096)),  # KAT's atomic additions take the longest of all
+    "op-sine": (25, partial(op, ("sine",), 16_384)),
     "step-eager": (45, partial(step, "eager", ("noble", "noble-official"))),
     "step-compiled": (90, partial(step, "compiled", ("noble",))),
     "adapters": (40, partial(adapters, "eager")),
