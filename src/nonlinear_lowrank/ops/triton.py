@@ -33,15 +33,6 @@ class Variant(NamedTuple):
             self.kernel[grid](*arguments, **self.constants, **self.options)
 
 
-def precision(dtype: torch.dtype) -> str:
-    """Return how a product is formed: 16-bit tiles as they are, of float32 three products of 11-bit parts ("tf32x3").
-
-    Those together keep 22 of float32's 24 bits; all sums are float32. One product of TF32, also where the process
-    allows it, errs twice as much as cuBLAS's (measured on an H200): triton cuts the numbers off and does not round.
-    """
-    return "ieee" if dtype != torch.float32 else "tf32x3"
-
-
 def cdiv(n: int, by: int) -> int:
     """Return n / by, rounded up; triton's own, called in Python, takes ten times as long."""
     return -(-n // by)
