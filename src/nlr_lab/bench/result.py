@@ -147,7 +147,7 @@ def describe_machine(device: str) -> dict[str, Any]:
     rows = 8192 if cuda else 768
     matrix = torch.randn(rows, rows, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
     return {
-        **machine(),
+        **machine(on_cpu=not cuda),
         "versions": versions(),
         "copy_bytes_per_second": 2 * source.numel() / _seconds("a.copy_(b)", a=target, b=source),
         "product_flops_per_second": 2 * rows**3 / _seconds("a @ a", a=matrix),

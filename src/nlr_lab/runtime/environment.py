@@ -31,12 +31,13 @@ class OutOfTimeError(UserError):
     """A run was stopped because it would not end within its time limit."""
 
 
-def machine(threads: int | None = None) -> dict[str, Any]:
+def machine(threads: int | None = None, *, on_cpu: bool | None = None) -> dict[str, Any]:
     """Return the kind of machine, never its name, its user or a path on it; `threads` are those that the runs set.
 
-    `native`: whether float32 is computed in C++ on its CPU (`ops.native`), whose last bits are other than PyTorch's;
-    that is built where it is asked for, so not on a machine with a GPU.
+    `native`: whether float32 is computed in C++ on its CPU (`ops.native`), whose last bits are other than PyTorch's. To
+    ask builds it, so it is asked only for what runs `on_cpu`; None: for all where there is no GPU.
     """
+    on_cpu = not torch.accelerator.is_available() if on_cpu is None else on_cpu
     return {
         "system": platform.system(),
         "architecture": platform.machine(),
@@ -46,7 +47,7 @@ def machine(threads: int | None = None) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "devices": torch.cuda.device_count() if torch.cuda.is_available() else 0,
         "processes": world_size(),
-        "native": not torch.accelerator.is_available() and native(torch.empty(0)) is not None,
+        "native": on_cpu and native(torch.empty(0)) is not None,
     }
 
 
