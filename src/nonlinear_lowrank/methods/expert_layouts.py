@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nonlinear_lowrank.ops.kernels import exporting
+
 Linear = Callable[[str, Tensor, Tensor, Tensor], Tensor]
 """(projection's name, x_SI, expert_S, ends_E) -> the experts' products with this projection, (S, O)."""
 
@@ -117,7 +119,7 @@ class Layout:
 
     def _ends(self, module: Any, expert_S: Tensor) -> Tensor:
         numbers_E = torch.arange(self.count(module), device=expert_S.device)
-        if torch.compiler.is_exporting():
+        if exporting():
             return (expert_S <= numbers_E[:, None]).sum(1, dtype=torch.int32)
         return torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
 
@@ -160,7 +162,7 @@ def grouped_product(x_SI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     """Return each row times the matrix of its expert, (S, O); `ends_E` (int32) is where the rows of each end."""
     if _has_kernel(x_SI, weight_EIO):
         return F.grouped_mm(x_SI, weight_EIO, offs=ends_E)
-    if torch.compiler.is_exporting():  # ops that other formats know: a matrix for every row, as "batched_mm" does
+    if exporting():  # ops that other formats know: a matrix for every row, as "batched_mm" does
         expert_S = (torch.arange(x_SI.shape[0], device=x_SI.device)[:, None] >= ends_E).sum(1)
         return torch.bmm(x_SI[:, None], weight_EIO[expert_S])[:, 0]
     fallback: Any = torch.ops.transformers.grouped_mm_fallback

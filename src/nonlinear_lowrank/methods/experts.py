@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.ops.kernels import exporting
 
 from . import expert_classes  # noqa: F401  # registers them
 from .expert_layouts import COMMON, Linear, Projection, layout_of, with_tensors_of_experts
@@ -85,7 +86,7 @@ def by_expert(function: Callable[..., Tensor], x_SI: Tensor, ends: list[int] | N
     if ends is None:
         raise UserError("a module with tensors for each expert must be called by the experts that it was put into")
     parts = zip(*([None] * len(ends) if each is None else each.unbind(0) for each in tensors), strict=True)
-    if torch.compiler.is_exporting():  # numbers of rows are not known: every expert computes them all
+    if exporting():  # numbers of rows are not known: every expert computes them all
         places_S, zero = torch.arange(x_SI.shape[0], device=x_SI.device)[:, None], x_SI.new_zeros(())
         begun = zip([0, *ends], ends, parts, strict=False)
         return sum(  # type: ignore[return-value]

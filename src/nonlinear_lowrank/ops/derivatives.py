@@ -15,6 +15,7 @@ from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
+from .kernels import exporting
 from .precision import no_autocast
 
 
@@ -23,7 +24,7 @@ def transformed() -> bool:
 
     torch has no public name for the first two. It asks the first itself in front of every `autograd.Function`.
     """
-    return _are_functorch_transforms_active() or forward_ad._current_level >= 0 or torch.compiler.is_exporting()
+    return _are_functorch_transforms_active() or forward_ad._current_level >= 0 or exporting()
 
 
 def differentiated(*dys: Tensor) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .kernels import exporting
+
 
 def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
     """Return float32, or float64 where a tensor is."""
@@ -18,7 +20,7 @@ def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
 def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context without autocast on the tensor's device."""
     device = tensor.device.type
-    if device == "meta" or (torch.compiler.is_exporting() and not torch.is_autocast_enabled(device)):
+    if device == "meta" or (exporting() and not torch.is_autocast_enabled(device)):
         return contextlib.nullcontext()  # an exported program would have a call in place of the block's formula
     return torch.autocast(device, enabled=False)
 

@@ -37,6 +37,7 @@ from nonlinear_lowrank.methods.experts import (
     plain_linear,
     projections,
 )
+from nonlinear_lowrank.ops.kernels import exporting
 
 from .config import NobleConfig
 from .inits import draw_bias, draw_mix
@@ -134,7 +135,7 @@ class NobleExperts(MultiplierLayer, ExpertsLayer):
             frequency, bias = (wide(self._own(end, f"{vector}{k}")) for vector in ("frequency", "bias"))
             inner[k - 1 - config.depth] = wide(inner[k - 1 - config.depth]) + frequency * bias
         inputs: Any = (h_SR.to(y_SO.dtype), expert_S, ends_E, config.activation, *inner)
-        if torch.is_grad_enabled() and not torch.compiler.is_exporting():
+        if torch.is_grad_enabled() and not exporting():
             u_SR: Any = checkpoint(bottlenecks, *inputs, use_reentrant=False, preserve_rng_state=False)
         else:
             u_SR = bottlenecks(*inputs)
