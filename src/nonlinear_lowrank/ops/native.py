@@ -2,17 +2,17 @@
 
 The build needs a C++ compiler (`CXX`, else `c++`) and takes twenty seconds, once for a version of torch, a compiler
 and a kind of processor; the result lies in `$NLR_CACHE`, else `~/.cache/nonlinear-lowrank`. Without a compiler, with
-`NLR_NATIVE=0` in the environment, and inside `use_kernels(False)`, operators are PyTorch's. A NOBLE layer's backward is
-what its forward was.
+`NLR_NATIVE=0` in the environment, and inside `use_kernels(False)`, operators are PyTorch's; a build that fails is named
+in a warning. A NOBLE layer's backward is what its forward was.
 """
 
 import functools
 import hashlib
-import logging
 import os
 import platform
 import subprocess
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,11 @@ def _load() -> Any:
         return None
     try:
         torch.ops.load_library(_built(vectors or []))
+    except FileNotFoundError:  # no compiler
+        return None
     except (OSError, subprocess.SubprocessError) as error:
-        output = getattr(error, "stderr", None) or ""
-        logging.getLogger(__name__).debug("native operators were not built: %s %s", error, output)
+        why = next((line for line in (getattr(error, "stderr", None) or "").splitlines() if "error" in line), error)
+        warnings.warn(f"operators in C++ were not built, PyTorch's run (NLR_NATIVE=0 asks for them): {why}", stacklevel=2)
         return None
     return torch.ops.nonlinear_lowrank_native
 

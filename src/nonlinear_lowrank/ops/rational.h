@@ -110,7 +110,7 @@ struct Parts {
 
   // Sums of each lane (pieces, parts, coefficients, lanes) -> of each group (groups, coefficients).
   Tensor of_groups(const Tensor& sums) const {
-    if (width == group_width) return sums.sum({0, 3}, false, at::kDouble).to(at::kFloat);
+    if (width == group_width) return sums.sum(at::IntArrayRef({0, 3}), false, at::kDouble).to(at::kFloat);
     const Tensor columns = sums.sum(0, false, at::kDouble).transpose(1, 2).reshape({count * kLanes, -1});
     return columns.narrow(0, 0, channels).view({groups, group_width, -1}).sum(1).to(at::kFloat);
   }

@@ -61,8 +61,7 @@ class Ratio(NamedTuple):
     numerator: Tensor
     denominator: Tensor
     form: str
-    limits: Sequence[float] | None
-    """`LinearTails`."""
+    tails: LinearTails | None
     base_numerator: Tensor | None = None
     base_denominator: Tensor | None = None
     formula: str | None = None
@@ -152,14 +151,14 @@ class _Rational(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, up: Any, *ratio: Any) -> Any:
-        numerator, denominator, ctx.form, ctx.limits, *base, ctx.formula, _ = ratio
+        numerator, denominator, ctx.form, ctx.tails, *base, ctx.formula, _ = ratio
         ctx.save_for_backward(x, up, numerator, denominator, *base)
         return _value(x, up, Ratio(*ratio))
 
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         x, up, numerator, denominator, base_numerator, base_denominator = ctx.saved_tensors
-        ratio = Ratio(numerator, denominator, ctx.form, ctx.limits, base_numerator, base_denominator, ctx.formula)
+        ratio = Ratio(numerator, denominator, ctx.form, ctx.tails, base_numerator, base_denominator, ctx.formula)
         if differentiated(dy):
 
             def formula(x: Any, up: Any, numerator: Any, denominator: Any) -> Tensor:
@@ -172,11 +171,10 @@ class _Rational(torch.autograd.Function):
 
 def _formula(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
     """Return `_value` by the plain formula."""
-    tails = None if ratio.limits is None else LinearTails(*ratio.limits)
     if ratio.formula is not None:
         anchor: tuple[Any, Any, Any] = (ratio.base_numerator, ratio.base_denominator, ratio.formula)
-        return rational_anchored_reference(x, ratio.numerator, ratio.denominator, *anchor, ratio.form, tails)
-    y = rational_reference(x, ratio.numerator, ratio.denominator, ratio.form, tails)
+        return rational_anchored_reference(x, ratio.numerator, ratio.denominator, *anchor, ratio.form, ratio.tails)
+    y = rational_reference(x, ratio.numerator, ratio.denominator, ratio.form, ratio.tails)
     return y if up is None else y * up
 
 
@@ -187,7 +185,7 @@ def _value(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
         return y
     if (fast := _kernel(ratio, x, up)) is not None:
         rows = [None if each is None else plain_rows(each, x.shape[-1]) for each in (x, up)]
-        return reshaped(fast.forward(*rows, *_coefficients(ratio), ratio.form, ratio.limits), x.shape)
+        return reshaped(fast.forward(*rows, *_coefficients(ratio), ratio.form, ratio.tails), x.shape)
     own = None
     if ratio.formula is not None:  # whole and in its own layout: torch rounds pieces and other layouts otherwise
         moved = ratio.behind_batch
@@ -195,7 +193,7 @@ def _value(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
         own = own.movedim(1, -1) if moved else own
     if (cpu := _native(ratio, x, up)) is not None:
         rows = [None if each is None else plain_rows(each, x.shape[-1]) for each in (x, up, own)]
-        value = cpu.rational_forward(*rows[:2], *_coefficients(ratio), ratio.limits, rows[2], *_base(ratio))
+        value = cpu.rational_forward(*rows[:2], *_coefficients(ratio), ratio.tails, rows[2], *_base(ratio))
         return reshaped(value, x.shape)
     plain = _in_pieces(_forward, x, ratio, own)[0]
     assert plain is not None
@@ -210,13 +208,13 @@ def _gradients(dy: Tensor, x: Tensor, up: Tensor | None, ratio: Ratio, wanted: S
     if (fast := _kernel(ratio, x, up, dy)) is not None:
         rows = [None if each is None else plain_rows(each, x.shape[-1]) for each in (dy, x, up)]
         sums = wanted[2] or wanted[3]
-        found = fast.backward(*rows, *_coefficients(ratio), ratio.form, ratio.limits, coefficients=sums)
+        found = fast.backward(*rows, *_coefficients(ratio), ratio.form, ratio.tails, coefficients=sums)
         found = *found[:3], _signed(found[3], ratio)
         like = zip(found, wanted, (x, up, ratio.numerator, ratio.denominator), strict=True)
         return [each.to(own.dtype).view(own.shape) if want and own is not None else None for each, want, own in like]
     if (cpu := _native(ratio, x, up, dy)) is not None:
         rows = [None if each is None else plain_rows(each, x.shape[-1]) for each in (dy, x, up)]
-        dx, dup, da, db = cpu.rational_backward(*rows, *_coefficients(ratio), ratio.limits, *_base(ratio))
+        dx, dup, da, db = cpu.rational_backward(*rows, *_coefficients(ratio), ratio.tails, *_base(ratio))
         dx = dx.view(x.shape)
         if ratio.formula is not None and wanted[0]:
             dx.addcmul_(dy, activation_slope(x, ratio.formula))
@@ -291,27 +289,26 @@ class _Rows(NamedTuple):
 
 def _forward(rows: _Rows, ratio: Ratio, own: Tensor | None = None, wanted: Sequence[bool] = ()) -> list[Tensor | None]:
     """Return [y] of one piece, in rows; `own` is f(x) there."""
-    limits = ratio.limits
-    inside = rows.x if limits is None else rows.x.clamp(limits[0], limits[1])
+    tails = ratio.tails
+    inside = rows.x if tails is None else rows.x.clamp(tails.low, tails.high)
     p, _, q = _polynomials(inside, rows.numerator, rows.denominator, ratio.form)
     y = p / q
     if own is not None:
         p, _, q = _polynomials(inside, rows.base_numerator, rows.base_denominator, ratio.form)
         # Parenthesised so: the difference is exactly 0 where the coefficients agree.
         y = own + (y - p / q)
-    elif limits is not None:
-        low, high, low_slope, high_slope = limits
-        if low_slope:
-            y = y + low_slope * (rows.x - low).clamp(max=0)
-        if high_slope:
-            y = y + high_slope * (rows.x - high).clamp(min=0)
+    elif tails is not None:
+        if tails.low_slope:
+            y = y + tails.low_slope * (rows.x - tails.low).clamp(max=0)
+        if tails.high_slope:
+            y = y + tails.high_slope * (rows.x - tails.high).clamp(min=0)
     return [y]
 
 
 def _backward(rows: _Rows, ratio: Ratio, dy: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
     """Return [dx in rows, dnumerator (G, m + 1), ddenominator] of one piece; None where not wanted."""
-    limits, form = ratio.limits, ratio.form
-    inside = rows.x if limits is None else rows.x.clamp(limits[0], limits[1])
+    tails, form = ratio.tails, ratio.form
+    inside = rows.x if tails is None else rows.x.clamp(tails.low, tails.high)
     variable = inside if form == "abs_of_sum" else inside.abs()
     dp, weight = _slopes(dy, inside, rows.numerator, rows.denominator, form)
     dx: Tensor | None = None
@@ -320,9 +317,9 @@ def _backward(rows: _Rows, ratio: Ratio, dy: Tensor, wanted: Sequence[bool]) -> 
         if ratio.formula is not None:
             base = rows.base_numerator, rows.base_denominator
             dx = dx - _input_slope(*_slopes(dy, inside, *base, form), *base, variable, inside, form)
-        if limits is not None:
-            low, high, low_slope, high_slope = limits
-            dx = torch.where(rows.x < low, dy * low_slope, torch.where(rows.x > high, dy * high_slope, dx))
+        if tails is not None:
+            dx = torch.where(rows.x > tails.high, dy * tails.high_slope, dx)
+            dx = torch.where(rows.x < tails.low, dy * tails.low_slope, dx)
         if ratio.formula is not None:
             dx = dx + dy * activation_slope(rows.x, ratio.formula)
     dnumerator = _moments(dp, inside, len(rows.numerator), rows.sum) if wanted[1] else None
@@ -426,7 +423,7 @@ def _in_pieces(
             parts.append(part)
         sums = [None if each[0] is None else torch.stack(list(each)).sum(0) for each in zip(*parts, strict=True)]
     if sums:  # of backward
-        sums[1] = _signed(sums[1], ratio)
+        sums = [sums[0], _signed(sums[1], ratio)]
     own = zip(sums, given[:2], strict=False)
     found = [None if each is None else each.to(like.dtype) for each, like in own]
     return [None if out is None else reshaped(out, x.shape), *found]
@@ -461,20 +458,21 @@ def _rows(x_TC: Tensor, coefficients: Sequence[Tensor | None], groups: int, wide
 # The opaque ops under torch.compile on NVIDIA. Results are contiguous, as the fakes promise.
 
 
-def _forward_body(x: Tensor, up: Tensor | None, *ratio: Any) -> Tensor:
-    return _value(x, up, Ratio(*ratio)).contiguous()
+def _forward_body(x: Tensor, up: Tensor | None, a: Tensor, b: Tensor, form: str, tails: Any) -> Tensor:
+    return _value(x, up, Ratio(a, b, form, tails and LinearTails(*tails))).contiguous()
 
 
-def _backward_body(dy: Tensor, x: Tensor, up: Tensor | None, *rest: Any) -> list[Tensor]:
-    *ratio, wanted = rest
-    found = _gradients(dy, x, up, Ratio(*ratio), wanted)
+def _backward_body(
+    dy: Tensor, x: Tensor, up: Tensor | None, a: Tensor, b: Tensor, form: str, tails: Any, wanted: list[bool]
+) -> list[Tensor]:
+    found = _gradients(dy, x, up, Ratio(a, b, form, tails and LinearTails(*tails)), wanted)
     return [each.contiguous() for each in filled(found, x)]
 
 
-_INPUTS = "Tensor x, Tensor? up, Tensor numerator, Tensor denominator, str form, float[]? limits"
+_INPUTS = "Tensor x, Tensor? up, Tensor numerator, Tensor denominator, str form, float[]? tails"
 _forward_op = custom_op(f"rational_forward({_INPUTS}) -> Tensor", _forward_body, lambda x, *rest: x.new_empty(x.shape))
 _backward_op = custom_op(
     f"rational_backward(Tensor dy, {_INPUTS}, bool[] wanted) -> Tensor[]",
     _backward_body,
-    lambda dy, x, up, a, b, form, limits, wanted: fake_gradients([x, up, a, b], wanted, x),
+    lambda dy, x, up, a, b, form, tails, wanted: fake_gradients([x, up, a, b], wanted, x),
 )
