@@ -10,7 +10,7 @@ measured and the exit status is 2. Every other part has a limit of seconds; what
 "skipped".
 
     kernels          largest relative error of each case; all of a float32 and a bfloat16 kind
-    forms            `JOIN_UP` and `FUSE_DOWN` of `methods.noble.op`, each way, at the base model's shapes
+    forms            `FORMS` of `methods.noble.op`, each way, at the base model's shapes
     op, op-sine      rational over GELU, gated rational over SwiGLU; sine-LoRA over LoRA
     step-eager, step-compiled, step-graphs, official-compiled
                      blocks of the paper's base model: step over the baseline, its share of the GPU's rate, launches
@@ -35,6 +35,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -44,8 +45,9 @@ import torch
 
 from nlr_lab.bench.arms import bench_arms
 from nlr_lab.bench.decode import bench_decode
-from nlr_lab.bench.op import bench_op
+from nlr_lab.bench.op import bench_op, forward_and_backward, op_arms
 from nlr_lab.bench.settings import DecodeBenchConfig, Mode, OpBenchConfig, TrainBenchConfig
+from nlr_lab.bench.timing import captured, interleaved_step_times, paired_ratio
 from nlr_lab.bench.training import Stepper, bench_memory, bench_step
 from nlr_lab.plan.presets import device_rate
 from nonlinear_lowrank.errors import UserError
@@ -84,6 +86,7 @@ TINY = {
     "op": OP | {"width": 64, "hidden": 96, "tokens": 64, "ranks": (8,), "threads": 1},
     "decode": DECODE | TOY | {"ranks": (8,), "context": 16, "dtype": "float32"},
 }
+FORMS = ("JOIN_UP", "JOIN_DOWN", "FUSE_DOWN")
 SHAPES = ((1024, 1024), (1024, 5504), (2752, 1024))  # (d_in, d_out)
 
 
@@ -177,7 +180,7 @@ def cases(tiny: bool) -> Iterator[tuple[str, Callable[[], Any], dict[str, bool]]
     for dtype in (torch.bfloat16, torch.float32):
         kind = str(dtype).removeprefix("torch.")
         for rank in (33, 64, 128, 256):
-            for constants in ({"FUSE_DOWN": False, "JOIN_UP": False}, {"FUSE_DOWN": True}, {"JOIN_UP": True}):
+            for constants in (dict.fromkeys(FORMS, False), *({name: True} for name in FORMS)):
                 how = ", ".join(name for name, value in constants.items() if value) or "apart"
                 yield f"noble r={rank} {how} {kind}", partial(ops.noble, **noble, r=rank, dtype=dtype), constants
         yield f"noble group {kind}", partial(ops.noble, **noble | {"form": "group"}, r=64, dtype=dtype), {}
@@ -198,11 +201,8 @@ def kernels(sizes: dict[str, Sizes], options: argparse.Namespace, found: Record)
     """Compare every case with its plain formula, and with itself; {case: {} or {"wrong": why}}."""
     for name, make, constants in cases(options.tiny):
         torch.manual_seed(0)
-        before = {each: getattr(noble_op, each) for each in constants}
-        for each, value in constants.items():
-            setattr(noble_op, each, value)
         try:
-            with torch.device(options.device):
+            with torch.device(options.device), _constants(constants):
                 case = make()
                 ops.compare(case, case.dys(), strided_input=True)
             found[name] = {}
@@ -210,9 +210,6 @@ def kernels(sizes: dict[str, Sizes], options: argparse.Namespace, found: Record)
             found[name] = {"wrong": str(error) or "two runs differ"}
         except Exception as error:  # a kernel that does not run is wrong, and the next may be right
             found[name] = {"wrong": f"{type(error).__name__}: {error}"}
-        finally:
-            for each, value in before.items():
-                setattr(noble_op, each, value)
         if "wrong" in found[name]:
             print(f"  {name}: {found[name]['wrong']}", file=sys.stderr, flush=True)
 
@@ -263,17 +260,44 @@ def peak(sizes: dict[str, Sizes], options: argparse.Namespace, found: Record) ->
 
 
 def forms(sizes: dict[str, Sizes], options: argparse.Namespace, found: Record) -> None:
-    """{"d_in d_out": {"constant=value": record}}."""
+    """{"d_in d_out": {"constant=value": ratio of a layer's forward and backward to the linear's}}."""
     for d_in, d_out in ((32, 96),) if options.tiny else SHAPES:
-        records = found[f"{d_in} {d_out}"] = {}
-        for constant in ("JOIN_UP", "FUSE_DOWN"):
+        config = OpBenchConfig(**sizes["op"] | {"width": d_in, "hidden": d_out})
+        linear, noble, *_ = op_arms("noble", config)
+        steps = {"linear": _replay(forward_and_backward(linear, partial(linear.function, *linear.inputs)), {}, options)}
+        whole = forward_and_backward(noble, partial(noble.function, *noble.inputs))
+        for constant in FORMS:
             for value in (False, True):
-                setattr(noble_op, constant, value)
-                try:
-                    shape = {"operators": ("noble",), "width": d_in, "hidden": d_out}
-                    records[f"{constant}={value}"] = _measure(bench_op, OpBenchConfig(**sizes["op"] | shape))
-                finally:
-                    setattr(noble_op, constant, None)
+                steps[f"{constant}={value}"] = _replay(whole, {constant: value}, options)
+        times = interleaved_step_times(steps, config.rounds, config.warmup, config.clock)
+        ratios = {name: paired_ratio(each, times["linear"]) for name, each in times.items() if name != "linear"}
+        found[f"{d_in} {d_out}"] = {name: asdict(ratio) for name, ratio in ratios.items()}
+        for name, ratio in ratios.items():
+            print(f"  {d_in} -> {d_out} {name}: {ratio}", file=sys.stderr, flush=True)
+
+
+def _replay(
+    step: Callable[[], object], constants: dict[str, bool], options: argparse.Namespace
+) -> Callable[[], object]:
+    """Return the step with constants of `methods.noble.op`, on a GPU as a CUDA graph."""
+
+    def own() -> object:
+        with _constants(constants):
+            return step()
+
+    return captured(own) if options.device.startswith("cuda") else own
+
+
+@contextmanager
+def _constants(values: dict[str, bool]) -> Iterator[None]:
+    """Set constants of `methods.noble.op` in the block; their rules decide outside."""
+    for name, value in values.items():
+        setattr(noble_op, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            setattr(noble_op, name, None)
 
 
 def op(

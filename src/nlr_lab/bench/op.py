@@ -65,7 +65,7 @@ def bench_op(config: OpBenchConfig, *, progress: Progress = lambda line: None) -
                 torch._dynamo.reset()
                 panel = f"{operator}, {mode}"
                 forwards = {arm.name: _forward(arm, mode) for arm in arms}
-                steps = {arm.name: _step(arm, forwards[arm.name]) for arm in arms}
+                steps = {arm.name: forward_and_backward(arm, forwards[arm.name]) for arm in arms}
                 replayed = config.clock == "cuda" and mode != "graphs"  # which are CUDA graphs already
                 timed = {name: captured(step) for name, step in steps.items()} if replayed else steps
                 result.time(panel, timed, progress, config.calls)
@@ -89,7 +89,8 @@ def _forward(arm: OpArm, mode: Mode) -> Callable[[], Tensor]:
     return lambda: function(*arm.inputs)
 
 
-def _step(arm: OpArm, forward: Callable[[], Tensor]) -> Callable[[], object]:
+def forward_and_backward(arm: OpArm, forward: Callable[[], Tensor]) -> Callable[[], object]:
+    """Return a function that calls `forward` and forms the gradients of the arm's leaves."""
     leaves = [each for each in (*arm.inputs, *arm.parameters) if each.requires_grad]
     unique = list({id(each): each for each in leaves}.values())
     with torch.no_grad():

@@ -15,7 +15,7 @@ need, whichever is more. Numbers (of 2 bytes) that move, where products stand ap
 | dx += dh D              | 2 T I + T r + r I         | 2 T I r|
 | dD = dh^T x             | T I + T r + r I           | 2 T I r|
 
-`STRUCTURES` are these and other ways; docs/performance.md says what follows. Nothing of it has been measured.
+`STRUCTURES` are these and other ways; docs/performance.md says what follows.
 """
 
 import json
@@ -121,7 +121,7 @@ def _dx(s: Shape) -> list[Kernel]:
 
 
 def _dx_joined(s: Shape) -> list[Kernel]:
-    """dx = [dy | dh] [W; D] of copies."""
+    """`JOIN_DOWN`: dx = [dy | dh] [W; D] of copies."""
     return [_kernel("[dy | dh], [W; D]", 2 * (s.T + s.I) * (s.O + s.r)), *_dx_range(s)]
 
 
@@ -134,6 +134,12 @@ def _gradients(s: Shape) -> list[Kernel]:
         _kernel("dU = dy^T u", s.T * s.O + s.T * s.r + s.O * s.r, 2 * s.T * s.O * s.r),
         _kernel("dD = dh^T x", s.T * s.I + s.T * s.r + s.r * s.I, 2 * s.T * s.I * s.r),
     ]
+
+
+def _gradients_joined(s: Shape) -> list[Kernel]:
+    """`JOIN_DOWN`: [dW; dD] = [dy | dh]^T x of the copy that dx is made of; dD is copied out."""
+    copied = _kernel("dD", 2 * s.r * s.I)
+    return [_gradients(s)[0], _kernel("dD in dy^T x", s.T * s.r + s.r * s.I, 2 * s.T * s.I * s.r), copied]
 
 
 def _gradients_in_main(s: Shape) -> list[Kernel]:
@@ -160,21 +166,21 @@ def _takes_down_in_main(s: Shape) -> Part:
     return _down_in_main if _takes_up(s) is _up else _takes_down(s)
 
 
-def _takes_dx(s: Shape) -> Part:
-    """The same rule for dx: copies pay where they move less than dx."""
-    return _dx_joined if (s.O + s.r) * (s.T + s.I) < s.T * s.I else _dx
+def _takes_dx(s: Shape) -> tuple[Part, Part]:
+    """The rule of `JOIN_DOWN`."""
+    joined = (s.O + s.r) * (s.T + s.I) < s.T * s.I
+    return (_dx_joined, _gradients_joined) if joined else (_dx, _gradients)
 
 
 # name -> down, up, du, dx, weights' gradients; a rule gives the part that it takes
 STRUCTURES: dict[str, Callable[[Shape], tuple[Part, ...]]] = {
     "products apart": lambda s: (_down, _up, _du, _dx, _gradients),
-    "today": lambda s: (_takes_down(s), _takes_up(s), _du, _dx, _gradients),
-    "W and Wdown one product": lambda s: (_takes_down_in_main(s), _takes_up(s), _du, _dx, _gradients),
+    "today": lambda s: (_takes_down(s), _takes_up(s), _du, *_takes_dx(s)),
+    "W and Wdown one product": lambda s: (_takes_down_in_main(s), _takes_up(s), _du, *_takes_dx(s)),
     "dx and du one product": lambda s: (_takes_down(s), _takes_up(s), _du_in_dx, _dx, _gradients),
     "both of these": lambda s: (_takes_down_in_main(s), _takes_up(s), _du_in_dx, _dx, _gradients),
-    "dX one product, copied": lambda s: (_takes_down(s), _takes_up(s), _du, _dx_joined, _gradients),
-    "dX by the rule": lambda s: (_takes_down(s), _takes_up(s), _du, _takes_dx(s), _gradients),
-    "up as a second range*": lambda s: (_takes_down(s), _up_range, _du, _dx, _gradients),
+    "dX one product, copied": lambda s: (_takes_down(s), _takes_up(s), _du, _dx_joined, _gradients_joined),
+    "up as a second range*": lambda s: (_takes_down(s), _up_range, _du, *_takes_dx(s)),
     "up and dX as ranges*": lambda s: (_takes_down(s), _up_range, _du, _dx_range, _gradients),
     "all but h, du inside*": lambda s: (_takes_down(s), _up_range, _du, _dx_range, _gradients_in_main),
     "limit: all inside*": lambda s: (_down_inside, _up_range, _du_inside, _dx_range, _gradients_in_main),

@@ -56,7 +56,9 @@ def _load() -> Any:
         return None
     except (OSError, subprocess.SubprocessError) as error:
         why = next((line for line in (getattr(error, "stderr", None) or "").splitlines() if "error" in line), error)
-        warnings.warn(f"operators in C++ were not built, PyTorch's run (NLR_NATIVE=0 asks for them): {why}", stacklevel=2)
+        warnings.warn(
+            f"operators in C++ were not built, PyTorch's run (NLR_NATIVE=0 asks for them): {why}", stacklevel=2
+        )
         return None
     return torch.ops.nonlinear_lowrank_native
 

@@ -65,7 +65,9 @@ def test_runs_on_the_cpu(tmp_path):
     assert panels == {"rational", "gated", "sine"}
     assert all(data[part]["rows"] for part in ("decode", "decode-graphs", "memory"))
     (forms,) = data["forms"].values()
-    assert set(forms) == {f"{name}={value}" for name in ("JOIN_UP", "FUSE_DOWN") for value in (False, True)}
+    assert set(forms) == {
+        f"{name}={value}" for name in ("JOIN_UP", "JOIN_DOWN", "FUSE_DOWN") for value in (False, True)
+    }
 
 
 def test_every_kernel_is_compared(tmp_path):

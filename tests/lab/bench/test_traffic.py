@@ -43,8 +43,8 @@ def test_ways_to_join_by_hand():
     wide = Shape(T=50, I=3, O=50, r=1)
     assert difference("today", wide) == 2 * (50 + 50) * 4 - 2 * 50 * 50 - 50
     assert difference("today") == -2
-    narrow = Shape(T=50, I=50, O=3, r=1)
-    assert difference("dX by the rule", narrow) == 2 * (50 + 50) * 4 - 2 * 50 * 50 - 50
+    narrow = Shape(T=50, I=50, O=3, r=1)  # dy beside dh; x is read once for both weights' gradients, D's is copied out
+    assert difference("today", narrow) == 2 * (50 + 50) * 4 - 3 * 50 * 50 + 2 * 50 - 50
     assert difference("dx and du one product") == -2 + 2 * 5 * 4 + 2 * 2 - 10
     assert difference("W and Wdown one product") == 2 * 6 * 3 + 2 * 2 - 6
 

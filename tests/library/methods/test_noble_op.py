@@ -20,12 +20,15 @@ def test_cosnet_is_the_papers_equation():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["", "no-bias"])
-def test_joined_up_projection_is_as_exact_as_the_formula(monkeypatch, dtype, form):
-    case = noble(form=form, batch=(3, 7), d_out=40, dtype=dtype)
-    dys, (accumulated,) = case.dys(), case.run(case.fast)
-    monkeypatch.setattr(op, "JOIN_UP", True)
+@pytest.mark.parametrize(("constant", "sizes"), [("JOIN_UP", {"d_out": 40}), ("JOIN_DOWN", {"d_in": 40})])
+def test_joined_projection_is_as_exact_as_the_formula(monkeypatch, dtype, form, constant, sizes):
+    case = noble(form=form, batch=(3, 7), **sizes, dtype=dtype)
+    dys = case.dys()
+    accumulated = case.gradients(case.fast, dys)
+    monkeypatch.setattr(op, constant, True)
     found = compare(case, dys)
-    assert not torch.equal(found[0], accumulated)  # it is the other form
+    place = 0 if constant == "JOIN_UP" else 1  # y, dx
+    assert not torch.equal(found[place], accumulated[place])  # it is the other form
     torch.compiler.reset()
     in_graph = case.gradients(torch.compile(case.fast, fullgraph=True, backend="aot_eager"), dys)
     assert all(torch.equal(one, other) for one, other in zip(found, in_graph, strict=True))
@@ -56,6 +59,29 @@ def test_up_projection_is_joined_where_that_moves_less(tokens, d_in, d_out, r, d
                             ((tokens, d_in), (tokens, r), (d_out, d_in), (d_out, r)))  # fmt: skip
         op._main_plus_up(x, weight, None, u, up, training=True)
     assert ("aten::cat" in {each.key for each in calls.key_averages()}) == joined
+
+
+@pytest.mark.parametrize(
+    ("d_in", "d_out", "wanted", "joined"),
+    [
+        (2752, 1024, True, True),
+        (1024, 1024, True, False),
+        (1024, 2752, True, False),
+        (2752, 1024, False, False),  # a frozen weight has no gradient to share
+    ],
+)
+def test_down_projection_is_joined_in_backward_where_that_moves_less(d_in, d_out, wanted, joined):
+    tokens, r = 16_384, 64
+    shapes = {"dy": (tokens, d_out), "x": (tokens, d_in), "h": (tokens, r), "weight": (d_out, d_in)}
+    branch = [(r, d_in), (d_out, r), (r, r), (r,), (r,), (r,), (r,)]
+    with FakeTensorMode(), torch.device("cuda"), torch.profiler.profile() as calls:
+        dy, x, h, weight, *tensors = (
+            torch.empty(*shape, dtype=torch.bfloat16) for shape in (*shapes.values(), *branch)
+        )
+        found = op._backward([dy], x, h, [weight], tensors, "cosine", [True, False, wanted, False])
+    assert ("aten::cat" in {each.key for each in calls.key_averages()}) == joined
+    shapes_found = [None if each is None else tuple(each.shape) for each in found]
+    assert shapes_found == [shapes["x"], None, shapes["weight"] if wanted else None, None, *branch]
 
 
 @pytest.mark.parametrize(

@@ -36,11 +36,16 @@ Tensors = Sequence[Tensor | None]
 JOIN_UP: bool | None = None
 """True: training computes `[x | u] [weight | up]^T` instead of `x weight^T`, then `+= u up^T` in place. None: on GPUs
 where that moves fewer numbers, d_in + r < T d_out / (T + d_out), and rows are aligned. Never without gradients: a
-branch that starts at zero has to leave the plain output to the bit. Not measured yet (benchmarks/gpu.py, "forms")."""
+branch that starts at zero has to leave the plain output to the bit."""
+
+JOIN_DOWN: bool | None = None
+"""True: backward of one linear that is trained computes `dx = [dy | dh] [weight; down]` and `[dweight; ddown] =
+[dy | dh]^T x` instead of two products each. None: on GPUs where that moves fewer numbers, by the rule of `JOIN_UP` with
+d_in and d_out exchanged."""
 
 FUSE_DOWN: bool | None = None
 """True: CosNet's kernel takes the down projection as well, up to rank `FUSED_DOWN_RANK`. None: for 16-bit numbers in
-aligned rows, where a tile of tokens is there for every processor. Not measured yet (benchmarks/gpu.py, "forms")."""
+aligned rows, where a tile of tokens is there for every processor."""
 FUSED_DOWN_RANK = 128
 TILE = 64  # tokens of a program of the kernels
 
@@ -301,6 +306,8 @@ def _backward(
     downs = _downs(branches)
     x_TI, h_TR = x.reshape(-1, x.shape[-1]), h.reshape(-1, h.shape[-1])
     dx_TI: Tensor | None = None
+    join = n == 1 and bool(downs) and weights[0] is not None and wanted[0] and wanted[2]
+    join = join and _copies(JOIN_DOWN, x_TI, dys[0].shape[-1] + h_TR.shape[1], x_TI.shape[1])
     dweights, dbiases, dhs, dbranches = [], [], [], []
     rows = zip(dys, weights, branches, _parted(h_TR, downs, n), wanted[2 : 2 + n], wanted[2 + n :], strict=True)
     for dy, weight, branch, own, weight_wanted, bias_wanted in rows:
@@ -309,12 +316,17 @@ def _backward(
         dhs.append(dh)
         dbranches.append([None, dy_TO.t() @ u, *dinner])
         del u
-        if wanted[0] and weight is not None:
+        if wanted[0] and weight is not None and not join:
             dx_TI = torch.mm(dy_TO, weight) if dx_TI is None else dx_TI.addmm_(dy_TO, weight)
-        dweights.append(dy_TO.t() @ x_TI if weight_wanted else None)
+        dweights.append(dy_TO.t() @ x_TI if weight_wanted and not join else None)
         dbiases.append(dy_TO.sum(0) if bias_wanted else None)
     dh_TR = torch.cat(dhs, 1) if len(downs) > 1 else sum(dhs[1:], dhs[0])
-    if downs:
+    if join:
+        both_TOR = torch.cat((dy_TO, dh_TR), dim=1)
+        dx_TI = both_TOR @ torch.cat((weight, downs[0]))
+        dweight, ddown = (both_TOR.t() @ x_TI).split((dy_TO.shape[1], dh_TR.shape[1]))
+        dweights, dbranches[0][0] = [dweight], ddown.clone()  # results of an op share no memory
+    elif downs:
         if wanted[0]:
             down = _joined(downs)
             dx_TI = dh_TR @ down if dx_TI is None else dx_TI.addmm_(dh_TR, down)
@@ -334,14 +346,17 @@ def _main_plus_up(
     """Return `x weight^T + bias + u up^T` (T, d_out) without autograd, in one product or two (`JOIN_UP`)."""
     if weight is None:
         return F.linear(u_TR, up)
-    (tokens, d_in), (d_out, rank) = x_TI.shape, up.shape
-    join = JOIN_UP
-    if join is None:
-        aligned = x_TI.dtype.itemsize * (d_in + rank) % 16 == 0  # for the matrix units
-        join = x_TI.is_cuda and aligned and (d_in + rank) * (tokens + d_out) < tokens * d_out
-    if training and join:
+    if training and _copies(JOIN_UP, x_TI, x_TI.shape[1] + up.shape[1], up.shape[0]):
         return F.linear(torch.cat((x_TI, u_TR), dim=1), torch.cat((weight, up), dim=1), bias)
     return F.linear(x_TI, weight, bias).addmm_(u_TR, up.t())
+
+
+def _copies(constant: bool | None, x_TI: Tensor, width: int, across: int) -> bool:
+    """Return whether to copy T and `across` rows of `width` numbers into one, or to pass twice over (T, across)."""
+    if constant is not None:
+        return constant
+    tokens, aligned = x_TI.shape[0], x_TI.dtype.itemsize * width % 16 == 0  # for the matrix units
+    return x_TI.is_cuda and aligned and width * (tokens + across) < tokens * across
 
 
 def _bottleneck_forward(h_TR: Tensor, branch: Branch) -> Tensor:
@@ -389,7 +404,11 @@ def _bottleneck_backward(h_TR: Tensor, du_TR: Tensor, branch: Branch) -> tuple[T
 
 def _native(activation: str, x: Tensor, h: Tensor | None, weights: Tensors, tensors: Tensors) -> Any:
     """Return the C++ operators where these tensors, one of each kind, are theirs to read."""
-    return native(x, h, weights[0], tensors[1], tensors[-1]) if activation == "cosine" and not JOIN_UP else None
+    return (
+        native(x, h, weights[0], tensors[1], tensors[-1])
+        if activation == "cosine" and not (JOIN_UP or JOIN_DOWN)
+        else None
+    )
 
 
 def _kernel(x: Tensor, rank: int, branch: Branch, *down: Tensor) -> ModuleType | None:
