@@ -190,7 +190,7 @@ def cases(tiny: bool) -> Iterator[tuple[str, Callable[[], Any], dict[str, bool]]
                 for name in ("rational", "rational_gated"):
                     make = partial(ops.rational, name, form, tails, **size, dtype=dtype)
                     yield f"{name} {form} {groups}x{channels} {kind}", make, {}
-        for rank in (16, 60, 150):
+        for rank in (16, 60, 64):
             for dora in (False, True):
                 size = {"batch": (77,), "d_in": 515, "d_out": 380, "r": rank, "rms": 10.0}
                 make = partial(ops.sine, (dora,), **size, dtype=dtype, factors=torch.float32)

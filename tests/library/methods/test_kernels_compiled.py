@@ -51,7 +51,7 @@ def test_no_spills_and_tensor_cores(launch):
 
 
 @pytest.mark.parametrize(
-    ("name", "kernel", "rank"), [("sine", "sine factors", 256), ("cosnet", "cosnet with down", 128)]
+    ("name", "kernel", "rank"), [("sine", "sine factors", 64), ("cosnet", "cosnet with down", 128)]
 )
 def test_shared_memory_suffices_on_small_gpus(name, kernel, rank):
     found = [launch for launch in launches(name) if key(name, launch.variant) == (kernel, rank)]

@@ -37,7 +37,7 @@ def test_rational(dtype, form, groups, channels, kind):
 
 
 @dtypes
-@pytest.mark.parametrize("rank", [4, 16, 32, 60, 150])
+@pytest.mark.parametrize("rank", [4, 16, 32, 60, 64, 150])
 @pytest.mark.parametrize("dora", [False, True])
 def test_sine(dtype, rank, dora):
     sizes = {"batch": (77,), "d_in": 515, "d_out": 380, "r": rank, "rms": 10.0}

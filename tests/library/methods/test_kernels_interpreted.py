@@ -105,7 +105,7 @@ def test_sine(calls, dora, kind):
     assert calls == ["sine"] * 4
 
 
-@pytest.mark.parametrize("rank", [4, 17, 150])
+@pytest.mark.parametrize("rank", [4, 17, 60])
 def test_sine_gradients_of_programs_that_share_rows(calls, monkeypatch, rank):
     kernel = load("sine")
     monkeypatch.setattr(kernel, "SHARE", 1 / rank)  # else a small weight has one program a row
@@ -118,7 +118,7 @@ def test_sine_gradients_of_programs_that_share_rows(calls, monkeypatch, rank):
 
 
 @pytest.mark.parametrize(("m", "n"), [(14336, 4096), (4096, 14336), (1024, 1024)])
-@pytest.mark.parametrize("rank", [4, 16, 64, 256])
+@pytest.mark.parametrize("rank", [4, 16, 64])
 def test_partial_sums_of_sine_gradients_are_few(monkeypatch, m, n, rank):
     kernel, parts = load("sine"), []
     monkeypatch.setattr(kernel, "processors", lambda device: 132)

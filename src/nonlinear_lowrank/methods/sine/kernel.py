@@ -22,8 +22,8 @@ from nonlinear_lowrank.ops.kernels import processors
 from nonlinear_lowrank.ops.sine import SineFactors
 from nonlinear_lowrank.ops.triton import Variant, cdiv, cosine, power_of_2, sine
 
-RANK = 256
-"""The largest rank these kernels take: a row tile of `up` stays in registers."""
+RANK = 64
+"""The largest rank these kernels take: above, products are the larger part, and cuBLAS's are faster."""
 
 SHARE = 32
 """Columns for each of r, at least, that a program sums over where several share a row: bounds their partial sums."""
@@ -145,13 +145,13 @@ def form_variant(rank: int, dtype: torch.dtype, *, base: bool, dora: bool) -> Va
 def gradient_variant(rank: int, dtype: torch.dtype, *, of_down: bool, dora: bool) -> Variant:
     """Return `gradient_kernel` as it is launched; dtype is the gradient's."""
     block = power_of_2(rank, 16)
-    # The fastest on an H200 at r = 32 of those that spill nowhere; above 64, what has room in 99 KiB of shared memory.
-    rows, columns, warps = (128, 32, 8) if block <= 64 else (64, 32, 8) if block == 128 else (32, 16, 4)
-    shape = {"BR": block, "BK": min(block, 32), "BM": rows, "BN": columns}
+    # The fastest on an H200 at r = 32 and 64 of those that spill nowhere.
+    columns = 64 if block == 64 and dtype != torch.float32 else 32
+    shape = {"BR": block, "BK": min(block, 32), "BM": 128, "BN": columns}
     # The phase is as exact as in forward. In the sums TF32's steps (2^-11) are a quarter of the 16-bit gradient's own.
     sums = "tf32" if dtype != torch.float32 else "ieee"
     constants = _accuracy(rank, dtype) | {"OF_DOWN": of_down, "DORA": dora, "SUMS": sums} | shape
-    return Variant("sine factors", gradient_kernel, constants, warps, 1, 2 if dtype != torch.float32 else 0)
+    return Variant("sine factors", gradient_kernel, constants, 8, 1, 2 if dtype != torch.float32 else 0)
 
 
 def form(weight: Tensor | None, factors: SineFactors, *, base: bool, out: Tensor) -> Tensor | None:
