@@ -1,14 +1,15 @@
 """`nlr bench decode`: time of generating one token over the plain model's (noble_notes_zh.md, section 6.3).
 
 Every sequence of a batch has the same context in its cache of keys and values; a step is the forward pass of one more
-token each, and the choice of the next. The cache is cut back after each step, so that all steps are equal.
+token each, and the choice of the next. The cache is cut back after each step, so that all steps are equal. For CUDA
+graphs it is transformers' static one, since a graph's results are overwritten by its next run.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from nonlinear_lowrank.inference import can_be_optimized, optimize_for_inference
 
@@ -57,13 +58,19 @@ def make_decoder(config: DecodeBenchConfig, mode: Mode, model: Any, size: int) -
     ids = torch.randint(0, config.vocab_size, (size, config.context), generator=generator).to(config.device)
     forward = in_mode(model, mode)
     with torch.inference_mode():
-        cache = DynamicCache(config=model.config)
+        cache: Any = DynamicCache(config=model.config)
+        if mode == "graphs":
+            cache = StaticCache(config=model.config, max_cache_len=config.context + 1)
         token = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
 
     @torch.inference_mode()
     def step() -> torch.Tensor:
         logits = forward(input_ids=token, past_key_values=cache, use_cache=True).logits
-        cache.crop(-1)
+        if mode == "graphs":
+            for layer in cache.layers:
+                layer.cumulative_length.fill_(config.context)
+        else:
+            cache.crop(-1)
         return logits.argmax(-1)
 
     return step

@@ -188,7 +188,7 @@ def test_decode_times_also_optimized_arms_that_get_faster():
         assert str(row.step) in str(result)
 
 
-@pytest.mark.parametrize("mode", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["eager", *(pytest.param(m, marks=pytest.mark.slow) for m in ("compiled", "graphs"))])
 def test_decoded_step_is_the_next_token_and_leaves_the_cache(mode):
     torch._dynamo.reset()
     model = make_model(DECODE, BenchArm(method="noble", rank=4), 16, cache=True).eval()
