@@ -12,7 +12,7 @@ measured and the exit status is 2. Every other part has a limit of seconds; what
     kernels          largest relative error of each case; all of a float32 and a bfloat16 kind
     forms            `FORMS` of `methods.noble.op`, each way, at the base model's shapes
     op, op-sine      rational over GELU, gated rational over SwiGLU; sine-LoRA over LoRA
-    step-eager, step-compiled, step-graphs, official-compiled
+    step-eager, step-compiled, step-graphs
                      blocks of the paper's base model: step over the baseline, its share of the GPU's rate, launches
     adapters, adapters-compiled
                      blocks of Llama-3-8B: step of sine-LoRA, sine-DoRA and DoRA over LoRA
@@ -21,7 +21,8 @@ measured and the exit status is 2. Every other part has a limit of seconds; what
     decode, decode-graphs
                      one generated token at batch 1 and 32
 
-Single operators are replayed as CUDA graphs. Compiling takes the longest: those parts come last, on fewer blocks.
+Single operators are replayed as CUDA graphs. Compiling takes the longest, so fill the caches first, all parts at once:
+benchmarks/NEXT_GPU_RUN.md.
 """
 
 import argparse
@@ -229,12 +230,10 @@ def _fewer(mode: Mode, sizes: Sizes, **fewer: Any) -> Sizes:
     return sizes if mode == "eager" else sizes | fewer
 
 
-def step(
-    mode: Mode, methods: tuple[str, ...], sizes: dict[str, Sizes], options: argparse.Namespace, found: Record
-) -> None:
+def step(mode: Mode, sizes: dict[str, Sizes], options: argparse.Namespace, found: Record) -> None:
     """NOBLE on the base model, and the share of the GPU's rate that the baseline reaches."""
-    own = _fewer(mode, sizes["step"], layers=2, ranks=sizes["step"]["ranks"][:1])
-    config = TrainBenchConfig(**own | {"modes": _modes(mode, options), "methods": methods})
+    own = _fewer(mode, sizes["step"], ranks=sizes["step"]["ranks"][:1])
+    config = TrainBenchConfig(**own | {"modes": _modes(mode, options)})
     found |= _measure(bench_step, config)
     rate = device_rate(torch.cuda.get_device_name(), bf16=True) if torch.cuda.is_available() else None
     rate = rate or found["machine"]["product_flops_per_second"]  # of a device that has no data sheet here
@@ -351,20 +350,19 @@ def _release() -> None:
 # name -> seconds at most, what measures it
 PARTS: dict[str, tuple[float, Callable[[dict[str, Sizes], argparse.Namespace, Record], None]]] = {
     "kernels": (110, kernels),
+    "step-compiled": (60, partial(step, "compiled")),
+    "step-graphs": (60, partial(step, "graphs")),
+    "adapters-compiled": (70, partial(adapters, "compiled")),
+    "decode-graphs": (60, partial(decode, "graphs")),
     "forms": (40, forms),
-    "op": (25, partial(op, ("rational", "gated"), 4096)),  # KAT's atomic additions take the longest of all
     "op-sine": (25, partial(op, ("sine",), 16_384)),
-    "step-eager": (45, partial(step, "eager", ("noble", "noble-official"))),
-    "step-compiled": (90, partial(step, "compiled", ("noble",))),
+    "op": (25, partial(op, ("rational", "gated"), 4096)),  # KAT's atomic additions take the longest of all
+    "step-eager": (45, partial(step, "eager")),
     "adapters": (40, partial(adapters, "eager")),
     "losses": (30, losses),
     "memory": (20, memory),
     "decode": (25, partial(decode, "eager")),
-    "peak": (30, peak),
-    "official-compiled": (70, partial(step, "compiled", ("noble-official",))),
-    "adapters-compiled": (70, partial(adapters, "compiled")),
-    "decode-graphs": (60, partial(decode, "graphs")),
-    "step-graphs": (80, partial(step, "graphs", ("noble",))),
+    "peak": (40, peak),
 }
 
 if __name__ == "__main__":
