@@ -45,8 +45,7 @@ TORCH_LIBRARY_FRAGMENT(nonlinear_lowrank_native, m) {
         noble_linears);
   m.def("noble_backward(Tensor[] dys, Tensor x, Tensor h, Tensor?[] weights, Tensor?[] tensors, bool[] wanted)"
         " -> Tensor[]");
-  m.def("noble_decode(Tensor x, Tensor weight, Tensor? bias, bool dense_bias, Tensor[] mixes,"
-        " Tensor[] phases, Tensor[] ups) -> Tensor[]");
+  m.def("noble_decode(Tensor x, Tensor?[] buffers, int n, bool dense_bias) -> Tensor[]");
   m.def("rational_forward(Tensor x, Tensor? up, Tensor a, Tensor b, float[]? limits, Tensor? f,"
         " Tensor? a0, Tensor? b0) -> Tensor");
   m.def("rational_backward(Tensor dy, Tensor x, Tensor? up, Tensor a, Tensor b, float[]? limits,"

@@ -268,9 +268,8 @@ Tensors noble_backward(
   return linears_backward(dys, x, h, plain(weights), plain(tensors), {wanted.begin(), wanted.end()});
 }
 
-// methods/noble/fused.py: what follows the product z = [dense outputs | branches' arguments] of n layers of one input.
-// Frequencies are in the matrices; without `dense_bias` the dense part of the bias is zero. Mixes are (n, r, r) and ups
-// (r, d_out), both transposed.
+// methods/noble/fused.py: y of n layers of one input, by its buffers in their order. z = [dense outputs | branches'
+// arguments] is one product; without `dense_bias` the dense part of its bias is zero.
 
 // to = cos(from + phase); phase may be absent.
 void cosines(const float* from, const float* phase, int64_t n, float* to) {
@@ -280,31 +279,32 @@ void cosines(const float* from, const float* phase, int64_t n, float* to) {
 
 constexpr int64_t kFew = 64;  // tokens, above which BLAS adds the up projection, on all threads
 
-Tensors noble_decode(
-    const Tensor& x, const Tensor& weight, const Optional& bias, bool dense_bias, const Tensors& mixes,
-    const Tensors& phases, const Tensors& ups) {
+Tensors noble_decode(const Tensor& x, const Optionals& buffers, int64_t n, bool dense_bias) {
   at::AutoDispatchBelowADInplaceOrView below;
-  const Tensor z = at::linear(x, weight, dense_bias ? bias : Optional()).contiguous();
-  const int64_t total = z.size(-1), tokens = z.numel() / total, n = ups.size(), r = ups[0].size(0);
-  const int64_t first = total - n * r;
+  const Tensors own = plain(buffers);  // weight, bias; mix, phase of each further cosine; up and two more of each layer
+  const Tensor& bias = own[1];
+  const size_t ups = own.size() - 3 * n;
+  const Tensor z = at::linear(x, own[0], dense_bias ? Optional(bias) : Optional()).contiguous();
+  const int64_t total = z.size(-1), tokens = z.numel() / total, r = own[ups].size(0), first = total - n * r;
   float* const data = written(z);
   Tensors outputs;
   std::vector<float> buffer(tokens * r);
   for (int64_t i = 0, start = 0; i < n; ++i) {
-    const int64_t width = ups[i].size(1);
+    const Tensor& up = own[ups + 3 * i];
+    const int64_t width = up.size(1);
     const Tensor y = z.narrow(-1, start, width);
     float *const u = data + first + i * r, *const next = buffer.data();
-    const float* const added = bias && !dense_bias ? read(*bias) + first + i * r : nullptr;
+    const float* const added = bias.defined() && !dense_bias ? read(bias) + first + i * r : nullptr;
     for (int64_t t = 0; t < tokens; ++t) cosines(u + t * total, added, r, u + t * total);
-    for (size_t layer = 0; layer < mixes.size(); ++layer) {
-      for (int64_t t = 0; t < tokens; ++t) std::copy_n(read(phases[layer]) + i * r, r, next + t * r);
-      add_up(u, total, read(mixes[layer]) + i * r * r, next, r, tokens, r, r);
+    for (size_t mix = 2; mix < ups; mix += 2) {
+      for (int64_t t = 0; t < tokens; ++t) std::copy_n(read(own[mix + 1]) + i * r, r, next + t * r);
+      add_up(u, total, read(own[mix]) + i * r * r, next, r, tokens, r, r);
       for (int64_t t = 0; t < tokens; ++t) cosines(next + t * r, nullptr, r, u + t * total);
     }
     if (tokens <= kFew)
-      add_up(u, total, read(ups[i]), data + start, total, tokens, r, width);
+      add_up(u, total, read(up), data + start, total, tokens, r, width);
     else
-      rows_of(y).addmm_(rows_of(z.narrow(-1, first + i * r, r)), ups[i]);
+      rows_of(y).addmm_(rows_of(z.narrow(-1, first + i * r, r)), up);
     outputs.push_back(y);
     start += width;
   }

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from nonlinear_lowrank.methods.matrix import replace_modules
 from nonlinear_lowrank.ops.native import native
-from nonlinear_lowrank.ops.precision import autocast_dtype
 
 from .inputs import HandOff, input_groups
 from .layer import NobleConv1D, NobleLinear
@@ -28,10 +27,10 @@ from .op import activation_function, wide
 class FusedNoble(nn.Module):
     """The tensors of a group and its product; its `FusedNobleLinear` stand where the layers stood.
 
-    Buffers, for n layers of rank r: fused_weight (d_out_1 + ... + n r, d_in) and fused_bias; for each further
-    activation k mix{k} (n, r, r) and phase{k} (n, 1, r); for each layer i, counted from 0, up{i} (r, d_out_i), and of
-    a gated one up_bias{i} (d_out_i) and gate{i} (1). Mixes and up projections are transposed; what a layer does not
-    have is None.
+    Buffers, for n layers of rank r, in the order in which C++ reads them: fused_weight (d_out_1 + ... + n r, d_in) and
+    fused_bias; for each further activation k mix{k} (n, r, r) and phase{k} (n, 1, r); for each layer i, counted from
+    0, up{i} (r, d_out_i), and of a gated one up_bias{i} (d_out_i) and gate{i} (1). Mixes and up projections are
+    transposed; what a layer does not have is None.
 
     Args:
         layers: NOBLE layers of one input width, rank, activation and depth; their tensors are taken over.
@@ -45,8 +44,6 @@ class FusedNoble(nn.Module):
         self.cosine = first.noble_config.activation == "cosine" and first.noble_config.fusion == "add"
         self.widths = [layer.noble_shape[1] for layer in layers]
         self.hand_off = HandOff(len(layers))
-        kinds = [("mix", range(1, self.depth)), ("phase", range(1, self.depth)), ("up", range(len(layers)))]
-        self.names = [[f"{kind}{k}" for k in numbers] for kind, numbers in kinds]
         with torch.no_grad():
             self._register(layers)
 
@@ -98,10 +95,8 @@ class FusedNoble(nn.Module):
         """Return y of all layers, views of one product, or of one alone."""
         own: Any = self._buffers  # attributes of modules are slow to read
         weight, bias, n, r = own["fused_weight"], own["fused_bias"], len(self.widths), self.rank
-        plain = alone is None and self.cosine and not torch.compiler.is_compiling() and autocast_dtype(x) is None
-        if plain and (fast := native(x, weight)) is not None:
-            mixes, phases, ups = ([own[name] for name in names] for names in self.names)
-            ys: list[Tensor] = fast.noble_decode(x, weight, bias, self.dense_bias, mixes, phases, ups)
+        if alone is None and (fast := self._native(x, weight)) is not None:
+            ys: list[Tensor] = fast.noble_decode(x, list(own.values()), n, self.dense_bias)
             return ys if self.scale == 1 else [y * self.scale for y in ys]
         x_TI = x.reshape(-1, x.shape[-1])
         if alone is None:
@@ -128,6 +123,12 @@ class FusedNoble(nn.Module):
         us = [u] if u.ndim == 2 else u.unbind(0)
         joined = [self._join(own, place, y, u) for place, y, u in zip(places, ys, us, strict=True)]
         return [y.view(*x.shape[:-1], y.shape[1]) for y in joined]
+
+    def _native(self, x: Tensor, weight: Tensor) -> Any:
+        """Return the C++ operators where these tensors are theirs to read."""
+        if not self.cosine or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+            return None
+        return native(x, weight)
 
     def _join(self, own: Any, place: int, y: Tensor, u: Tensor) -> Tensor:
         up, up_bias, gate = own[f"up{place}"], own[f"up_bias{place}"], own[f"gate{place}"]
