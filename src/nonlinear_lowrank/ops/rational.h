@@ -16,9 +16,9 @@ constexpr int kAbove = 6;
 
 template <int kCount>
 NLR_INLINE void horner(const Lanes* c, Lanes x, Lanes& value, Lanes& slope) {
-  value = c[kCount - 1], slope = Lanes{};
+  slope = c[kCount - 1], value = fma(slope, x, c[kCount - 2]);
 #pragma GCC unroll 8
-  for (int k = kCount - 2; k >= 0; --k) slope = fma(slope, x, value), value = fma(value, x, c[k]);
+  for (int k = kCount - 3; k >= 0; --k) slope = fma(slope, x, value), value = fma(value, x, c[k]);
 }
 
 // R = p / q, and slopes by x. `variable` is what q's polynomial is in, `sign` dq / d(that polynomial).
@@ -130,64 +130,71 @@ Tensor rational_values(
   const auto own_ratios = parts.ratios<B>(a, b), bases = parts.ratios<B>(f ? *a0 : a, f ? *b0 : b);
   parts.each([&](int64_t, int64_t row, int64_t part, int64_t first, int64_t end) {
     const Ratio<B> ratio = own_ratios[part], &base = bases[part];
-    for (int64_t column = first; column < end; column += kLanes) {
-      const int64_t n = end - column;
-      const Lanes given = load(from + row * stride + column, n), inside = tails.inside(given);
+    const Tails tail = tails;
+    const float *const x_row = from + row * stride + first, *const f_row = own ? own + row * f_stride + first : nullptr;
+    const float* const up_row = ups ? ups + row * up_stride + first : nullptr;
+    float* const y_row = to + row * channels + first;
+    each_register(end - first, [&](int64_t i, int64_t n) NLR_ALWAYS {
+      const Lanes given = load(x_row + i, n), inside = tail.inside(given);
       const auto at = ratio.at(inside);
       Lanes value = at.p / at.q;
-      if (own) {
+      if (f_row) {
         const auto before = base.at(inside);
-        value = load(own + row * f_stride + column, n) + (value - before.p / before.q);
+        value = load(f_row + i, n) + (value - before.p / before.q);
       } else {
-        value = tails.added(given, value);
+        value = tail.added(given, value);
       }
-      if (ups) value *= load(ups + row * up_stride + column, n);
-      store(value, to + row * channels + column, n);
-    }
+      if (up_row) value *= load(up_row + i, n);
+      store(value, y_row + i, n);
+    });
   });
   return y;
 }
 
 // Gradients of x (without f's), up, numerator and denominator (of its sizes where B is 4).
-template <int B>
+template <int B, bool kGated, bool kAnchored>
 Tensors rational_gradients(
     const Tensor& dy, const Tensor& x, const Optional& up, const Tensor& a, const Tensor& b, const Tails& tails,
     const Optional& a0, const Optional& b0) {
-  const Tensor dx = at::empty(x.sizes(), x.options()), dup = up ? at::empty(x.sizes(), x.options()) : Tensor();
+  const Tensor dx = at::empty(x.sizes(), x.options()), dup = kGated ? at::empty(x.sizes(), x.options()) : Tensor();
   const Parts parts(x, a.size(0));
   const int64_t channels = parts.channels;
   const Tensor partial = at::zeros({parts.pieces(), parts.count, kAbove + B, kLanes}, x.options());
-  const int64_t stride = x.stride(0), dy_stride = dy.stride(0), up_stride = up ? up->stride(0) : 0;
-  const float *from = read(x), *slopes = read(dy), *ups = up ? read(*up) : nullptr;
-  float *to = written(dx), *to_up = up ? written(dup) : nullptr, *totals = written(partial);
-  const auto own_ratios = parts.ratios<B>(a, b), bases = parts.ratios<B>(a0 ? *a0 : a, b0 ? *b0 : b);
+  const int64_t stride = x.stride(0), dy_stride = dy.stride(0), up_stride = kGated ? up->stride(0) : 0;
+  const float *from = read(x), *slopes = read(dy), *ups = kGated ? read(*up) : nullptr;
+  float *to = written(dx), *to_up = kGated ? written(dup) : nullptr, *totals = written(partial);
+  const auto own_ratios = parts.ratios<B>(a, b), bases = parts.ratios<B>(kAnchored ? *a0 : a, kAnchored ? *b0 : b);
   parts.each([&](int64_t piece, int64_t row, int64_t part, int64_t first, int64_t end) {
     const Ratio<B> ratio = own_ratios[part], &base = bases[part];
     float* sums = totals + (piece * parts.count + part) * (kAbove + B) * kLanes;
     Lanes above[kAbove], below[B];
     std::memcpy(above, sums, sizeof above);
     std::memcpy(below, sums + kAbove * kLanes, sizeof below);
-    for (int64_t column = first; column < end; column += kLanes) {
-      const int64_t n = end - column;
+    const Tails tail = tails;
+    const float *const x_row = from + row * stride + first, *const dy_row = slopes + row * dy_stride + first;
+    const float* const up_row = kGated ? ups + row * up_stride + first : nullptr;
+    float* const dx_row = to + row * channels + first;
+    float* const dup_row = kGated ? to_up + row * channels + first : nullptr;
+    each_register(end - first, [&](int64_t i, int64_t n) NLR_ALWAYS {
       // Sixteen lines ahead: a processor's own prefetch ends at a page. Forward, with one matrix, gains nothing by it.
-      __builtin_prefetch(from + row * stride + column + 256);
-      __builtin_prefetch(slopes + row * dy_stride + column + 256);
-      const Lanes given = load(from + row * stride + column, n), inside = tails.inside(given);
-      Lanes slope = load(slopes + row * dy_stride + column, n);
+      __builtin_prefetch(x_row + i + 256);
+      __builtin_prefetch(dy_row + i + 256);
+      const Lanes given = load(x_row + i, n), inside = tail.inside(given);
+      Lanes slope = load(dy_row + i, n);
       const auto at = ratio.at(inside);
       const Lanes inverse = 1.f / at.q;
-      if (ups) {
-        store(slope * tails.added(given, at.p * inverse), to_up + row * channels + column, n);
-        slope *= load(ups + row * up_stride + column, n);
+      if constexpr (kGated) {
+        store(slope * tail.added(given, at.p * inverse), dup_row + i, n);
+        slope *= load(up_row + i, n);
       }
       Lanes dp = slope * inverse, dq = -dp * at.p * inverse, result = fma(dp, at.p_slope, dq * at.q_slope);
-      if (a0) {
+      if constexpr (kAnchored) {
         const auto before = base.at(inside);
         const Lanes by_p = slope / before.q;
         result -= fma(by_p, before.p_slope, -by_p * before.p / before.q * before.q_slope);
       }
-      result = given < tails.low ? slope * tails.low_slope : given > tails.high ? slope * tails.high_slope : result;
-      store(result, to + row * channels + column, n);
+      result = given < tail.low ? slope * tail.low_slope : given > tail.high ? slope * tail.high_slope : result;
+      store(result, dx_row + i, n);
       dq *= at.sign;
       if (B == 4) dq *= at.variable;  // whose first coefficient is that of the first power
       above[0] += dp, below[0] += dq;
@@ -197,7 +204,7 @@ Tensors rational_gradients(
         above[k] = fma(dp, power, above[k]);
         if (k < B) below[k] = fma(dq, size, below[k]);
       }
-    }
+    });
     std::memcpy(sums, above, sizeof above);
     std::memcpy(sums + kAbove * kLanes, below, sizeof below);
   });
@@ -217,8 +224,12 @@ Tensors rational_backward(
     const Tensor& dy, const Tensor& x, const Optional& up, const Tensor& a, const Tensor& b,
     std::optional<std::vector<double>> limits, const Optional& a0, const Optional& b0) {
   at::AutoDispatchBelowADInplaceOrView below;
-  const auto run = b.size(1) == 4 ? rational_gradients<4> : rational_gradients<5>;
-  return run(dy, x, up, a, b, Tails(limits), a0, b0);
+  const auto run = [&](auto size) {
+    const auto kind = up ? rational_gradients<size, true, false>
+        : a0 ? rational_gradients<size, false, true> : rational_gradients<size, false, false>;
+    return kind(dy, x, up, a, b, Tails(limits), a0, b0);
+  };
+  return b.size(1) == 4 ? run(std::integral_constant<int, 4>{}) : run(std::integral_constant<int, 5>{});
 }
 
 }  // namespace
