@@ -43,6 +43,7 @@ class FusedNoble(nn.Module):
         self.activation = activation_function(first.noble_config.activation)
         self.cosine = first.noble_config.activation == "cosine" and first.noble_config.fusion == "add"
         self.widths = [layer.noble_shape[1] for layer in layers]
+        self.shared = len(layers) > 1
         self.hand_off = HandOff(len(layers))
         with torch.no_grad():
             self._register(layers)
@@ -78,9 +79,7 @@ class FusedNoble(nn.Module):
             self.register_buffer(f"gate{place}", None if fusion is None else torch.sigmoid(fusion))
 
     def output(self, x: Tensor, place: int) -> Tensor:
-        """Return y (..., d_out) of the layer at this place."""
-        if len(self.widths) == 1:
-            return self._compute(x)[0]
+        """Return y (..., d_out) of the layer at this place, one of several."""
         if self.hand_off.apart(x):
             return self._compute(x, place)[0]
         y: Tensor = self.hand_off.take(x, place, self._compute)[place]
@@ -95,9 +94,11 @@ class FusedNoble(nn.Module):
         """Return y of all layers, views of one product, or of one alone."""
         own: Any = self._buffers  # attributes of modules are slow to read
         weight, bias, n, r = own["fused_weight"], own["fused_bias"], len(self.widths), self.rank
-        if alone is None and (fast := self._native(x, weight)) is not None:
-            ys: list[Tensor] = fast.noble_decode(x, list(own.values()), n, self.dense_bias)
-            return ys if self.scale == 1 else [y * self.scale for y in ys]
+        plain = alone is None and self.cosine and not torch.compiler.is_compiling()
+        if plain and (fast := native(x, weight)) is not None:
+            ys: list[Tensor] = fast.noble_decode.default(x, list(own.values()), n, self.dense_bias)
+            if ys:  # none under autocast
+                return ys if self.scale == 1 else [y * self.scale for y in ys]
         x_TI = x.reshape(-1, x.shape[-1])
         if alone is None:
             places: Sequence[int] = range(n)
@@ -123,12 +124,6 @@ class FusedNoble(nn.Module):
         us = [u] if u.ndim == 2 else u.unbind(0)
         joined = [self._join(own, place, y, u) for place, y, u in zip(places, ys, us, strict=True)]
         return [y.view(*x.shape[:-1], y.shape[1]) for y in joined]
-
-    def _native(self, x: Tensor, weight: Tensor) -> Any:
-        """Return the C++ operators where these tensors are theirs to read."""
-        if not self.cosine or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
-            return None
-        return native(x, weight)
 
     def _join(self, own: Any, place: int, y: Tensor, u: Tensor) -> Tensor:
         up, up_bias, gate = own[f"up{place}"], own[f"up_bias{place}"], own[f"gate{place}"]
@@ -167,7 +162,8 @@ class FusedNobleLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
-        return self._group[0].output(x, self.place)
+        group = self._group[0]
+        return group.output(x, self.place) if group.shared else group._compute(x)[0]
 
     def extra_repr(self) -> str:
         """Return what print(model) shows."""
