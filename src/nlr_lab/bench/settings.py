@@ -13,7 +13,7 @@ cuda: seconds between two events on the current CUDA stream."""
 Mode = Literal["eager", "compiled", "graphs"]
 Operator = Literal["noble", "sine", "rational", "gated"]
 Kernels = Literal["cosnet", "rational", "sine"]
-Parts = Literal["step-512", "step-256", "step-128", "call-64", "call-256", "decode-512", "rational", "adapters-512"]
+Parts = Literal["decode-512", "step-512", "step-256", "step-128", "call-64", "call-256", "rational", "adapters-512"]
 RIVALS = ("noble-formula", "noble-official", "noble-visible")
 """NOBLE computed otherwise, see `rivals`."""
 _OF_NOBLE = ("activation", "depth", "fusion", "share_down", "fuse_shared_inputs")
