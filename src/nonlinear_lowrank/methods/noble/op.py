@@ -404,11 +404,8 @@ def _bottleneck_backward(h_TR: Tensor, du_TR: Tensor, branch: Branch) -> tuple[T
 
 def _native(activation: str, x: Tensor, h: Tensor | None, weights: Tensors, tensors: Tensors) -> Any:
     """Return the C++ operators where these tensors, one of each kind, are theirs to read."""
-    return (
-        native(x, h, weights[0], tensors[1], tensors[-1])
-        if activation == "cosine" and not (JOIN_UP or JOIN_DOWN)
-        else None
-    )
+    ours = activation == "cosine" and not (JOIN_UP or JOIN_DOWN)
+    return native(x, h, weights[0], tensors[1], tensors[-1]) if ours else None
 
 
 def _kernel(x: Tensor, rank: int, branch: Branch, *down: Tensor) -> ModuleType | None:
