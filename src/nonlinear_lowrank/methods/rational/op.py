@@ -42,7 +42,7 @@ from .reference import (
     FORMULAS,
     LinearTails,
     activation,
-    activation_slope,
+    activation_gradient,
     check,
     denominator_size,
     rational_anchored_reference,
@@ -217,7 +217,7 @@ def _gradients(dy: Tensor, x: Tensor, up: Tensor | None, ratio: Ratio, wanted: S
         dx, dup, da, db = cpu.rational_backward(*rows, *_coefficients(ratio), ratio.tails, *_base(ratio))
         dx = dx.view(x.shape)
         if ratio.formula is not None and wanted[0]:
-            dx.addcmul_(dy, activation_slope(x, ratio.formula))
+            dx.add_(activation_gradient(dy, x, ratio.formula))
         found = dx, None if dup is None else dup.view(x.shape), da, _signed(db, ratio)
         return [each if want else None for each, want in zip(found, wanted, strict=True)]
     dup = dy * _value(x, None, ratio) if wanted[1] else None
@@ -321,7 +321,7 @@ def _backward(rows: _Rows, ratio: Ratio, dy: Tensor, wanted: Sequence[bool]) -> 
             dx = torch.where(rows.x > tails.high, dy * tails.high_slope, dx)
             dx = torch.where(rows.x < tails.low, dy * tails.low_slope, dx)
         if ratio.formula is not None:
-            dx = dx + dy * activation_slope(rows.x, ratio.formula)
+            dx = dx + activation_gradient(dy, rows.x, ratio.formula)
     dnumerator = _moments(dp, inside, len(rows.numerator), rows.sum) if wanted[1] else None
     ddenominator: Tensor | None = None
     if wanted[2]:

@@ -18,7 +18,6 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.ops.precision import wide_dtype
 from nonlinear_lowrank.validation import check_choice
 
-_SQRT_HALF = math.sqrt(0.5)
 _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 _CUBIC = 0.044715
 _QUICK = 1.702
@@ -54,27 +53,18 @@ def activation(x: Tensor, name: str) -> Tensor:
     return _VALUES[name](x)
 
 
-def activation_slope(x: Tensor, name: str) -> Tensor:
-    """f'(x) by the closed formula, in the type of x (give it float32 or wider)."""
-    kind = KIND[name]
-    if kind == "gelu":
-        density = torch.exp(-0.5 * x * x) * (1.0 / math.sqrt(2.0 * math.pi))
-        return torch.addcmul(0.5 * (1.0 + torch.erf(x * _SQRT_HALF)), x, density)
-    if kind == "gelu_tanh":
-        t = torch.tanh(_SQRT_2_OVER_PI * x * (1.0 + _CUBIC * x * x))
-        inner = _SQRT_2_OVER_PI * (1.0 + 3.0 * _CUBIC * x * x)
-        return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
-    if kind in ("silu", "quick_gelu"):
-        rate = 1.0 if kind == "silu" else _QUICK
-        s = torch.sigmoid(rate * x)
-        return s * (1.0 + rate * x * (1.0 - s))
+def activation_gradient(dy: Tensor, x: Tensor, name: str) -> Tensor:
+    """dy f'(x), in the type of both."""
+    kind, aten = KIND[name], torch.ops.aten
+    if kind in ("gelu", "gelu_tanh"):
+        return aten.gelu_backward(dy, x, approximate="none" if kind == "gelu" else "tanh")
+    if kind in ("silu", "quick_gelu"):  # x sigmoid(k x) has the slope of silu at k x
+        return aten.silu_backward(dy, x if kind == "silu" else _QUICK * x)
     if kind == "relu":
-        return (x > 0).to(x.dtype)
+        return aten.threshold_backward(dy, x, 0)
     if kind == "tanh":
-        t = torch.tanh(x)
-        return 1.0 - t * t
-    s = torch.sigmoid(x)
-    return s * (1.0 - s)
+        return aten.tanh_backward(dy, torch.tanh(x))
+    return aten.sigmoid_backward(dy, torch.sigmoid(x))
 
 
 Form = Literal["abs_of_sum", "sum_of_abs"]
