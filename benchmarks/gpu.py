@@ -188,7 +188,7 @@ def cases(tiny: bool) -> Iterator[tuple[str, Callable[[], Any], dict[str, bool]]
         for form in ("abs_of_sum", "sum_of_abs"):
             for groups, channels in ((8, 344), (96, 96)):
                 size = {"batch": (tokens // 3,), "groups": groups, "channels": channels, "scale": 0.3}
-                for name in ("rational", "rational_gated"):
+                for name in ("rational", "rational_gated", "rational_anchored"):
                     make = partial(ops.rational, name, form, tails, **size, dtype=dtype)
                     yield f"{name} {form} {groups}x{channels} {kind}", make, {}
         for rank in (16, 60, 64):

@@ -102,14 +102,15 @@ def _cosnet() -> None:
 
 def _rational() -> None:
     kernel, limits = load("rational"), (-3.0, 3.0, 0.0, 1.0)
-    for (form, terms), width, gated in itertools.product(
-        {"abs_of_sum": (6, 5), "sum_of_abs": (6, 4)}.items(), (384, 1), (False, True)
+    for (form, terms), width, second in itertools.product(
+        {"abs_of_sum": (6, 5), "sum_of_abs": (6, 4)}.items(), (384, 1), ("", "gated", "anchored")
     ):
         x = torch.empty(TOKENS, 8 * 384, dtype=torch.bfloat16)
-        up = torch.empty_like(x) if gated else None
+        up = torch.empty_like(x) if second else None
         a, b = (torch.empty(x.shape[1] // width, count) for count in terms)
-        kernel.forward(x, up, a, b, form, limits)
-        kernel.backward(torch.empty_like(x), x, up, a, b, form, limits)
+        base = (a, b) if second == "anchored" else None
+        kernel.forward(x, up, a, b, form, limits, base)
+        kernel.backward(torch.empty_like(x), x, up, a, b, form, limits, base)
 
 
 def _sine() -> None:

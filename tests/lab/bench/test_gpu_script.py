@@ -73,7 +73,7 @@ def test_runs_on_the_cpu(tmp_path):
 def test_every_kernel_is_compared(tmp_path):
     data = rehearse(tmp_path / "gpu.json", "--only", "kernels")
     kinds = {name.split()[0] for name in data["kernels"]}
-    assert kinds == {"noble", "rational", "rational_gated", "sine", "sine-dora"}
+    assert kinds == {"noble", "rational", "rational_gated", "rational_anchored", "sine", "sine-dora"}
     assert sum(name.endswith("bfloat16") for name in data["kernels"]) * 2 == len(data["kernels"])
 
 

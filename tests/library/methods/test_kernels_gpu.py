@@ -5,7 +5,7 @@ import torch
 
 import op_helpers as ops
 from nonlinear_lowrank.methods.noble import op as noble_op
-from nonlinear_lowrank.methods.rational.op import LinearTails
+from nonlinear_lowrank.methods.rational.op import LinearTails, rational_anchored
 from nonlinear_lowrank.ops.kernels import kernels, use_kernels
 
 pytestmark = pytest.mark.gpu
@@ -30,10 +30,18 @@ def test_noble(monkeypatch, dtype, rank, fused):
 @dtypes
 @pytest.mark.parametrize("form", ["abs_of_sum", "sum_of_abs"])
 @pytest.mark.parametrize(("groups", "channels"), [(8, 3072), (8, 344), (24, 96), (96, 96)])
-@pytest.mark.parametrize("kind", ["rational", "rational_gated"])
+@pytest.mark.parametrize("kind", ["rational", "rational_gated", "rational_anchored"])
 def test_rational(dtype, form, groups, channels, kind):
     sizes = {"batch": (333,), "groups": groups, "channels": channels, "scale": 0.3}
     assert_as_good_as_plain(ops.rational, kind, form, LinearTails(-2.0, 1.5, 0.25, -1.5), **sizes, dtype=dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("tails", [LinearTails(-1.0, 1.0, 0.0, 0.0), None], ids=["tails", "no tails"])
+def test_anchored_starts_bit_equal(dtype, tails):
+    with torch.device("cuda"):
+        x, a, b = 3 * torch.randn(333, 96, dtype=dtype), 0.3 * torch.randn(8, 6), 0.3 * torch.randn(8, 5)
+    assert torch.equal(rational_anchored(x, a, b, a, b, "gelu", tails=tails), torch.nn.functional.gelu(x))
 
 
 @dtypes

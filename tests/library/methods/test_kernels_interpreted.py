@@ -12,7 +12,7 @@ import torch
 import op_helpers as ops
 from nonlinear_lowrank.methods.noble import op as noble_op
 from nonlinear_lowrank.methods.noble.op import Branch
-from nonlinear_lowrank.methods.rational.op import LinearTails, rational
+from nonlinear_lowrank.methods.rational.op import LinearTails, rational, rational_anchored
 from nonlinear_lowrank.methods.rational.reference import rational_reference
 from nonlinear_lowrank.ops.kernels import load
 from nonlinear_lowrank.ops.sine import SineFactors, effective_weights, sine_layer
@@ -76,12 +76,20 @@ def test_noble_linears_of_one_input_equal_the_formula(calls):
 
 @pytest.mark.parametrize("form", ["abs_of_sum", "sum_of_abs"])
 @pytest.mark.parametrize(("groups", "channels"), [(4, 12), (2, 74), (12, 12)], ids=["narrow", "wide", "channels"])
-@pytest.mark.parametrize("kind", ["rational", "rational_gated"])
+@pytest.mark.parametrize("kind", ["rational", "rational_gated", "rational_anchored"])
 def test_rational(calls, form, groups, channels, kind):
-    tails = LinearTails(-2.0, 1.5, 0.25, -1.5) if kind == "rational_gated" else None
+    slopes = (0.0, 0.0) if kind == "rational_anchored" else (0.25, -1.5)
+    tails = None if kind == "rational" else LinearTails(-2.0, 1.5, *slopes)
     sizes = {"batch": (11,), "groups": groups, "channels": channels, "scale": 0.3}
     assert_as_good_as_plain_float32(ops.rational(kind, form, tails, **sizes, dtype=torch.float32))
     assert calls == ["rational"] * 4
+
+
+@pytest.mark.parametrize("tails", [LinearTails(-1.0, 1.0, 0.0, 0.0), None], ids=["tails", "no tails"])
+def test_anchored_starts_bit_equal(calls, tails):
+    x, a, b = 3 * torch.randn(9, 6), 0.3 * torch.randn(2, 6), 0.3 * torch.randn(2, 5)
+    assert torch.equal(rational_anchored(x, a, b, a, b, "gelu", tails=tails), torch.nn.functional.gelu(x))
+    assert calls == ["rational"]
 
 
 @pytest.mark.parametrize("limits", [LinearTails(-1.0, 1.0, 0.25, 2.0), None], ids=["tails", "no tails"])

@@ -1,6 +1,7 @@
 # ruff: noqa: RUF005 - triton's compiler adds tuples and does not unpack them
 """Grouped rational activations on NVIDIA GPUs: y = R(x), or y = R(gate) * up in one pass (nora.txt, (6)-(8)).
 
+Anchored, y = f(x) + (R(x) - R0(x)), where PyTorch has formed f(x), and in backward dy f'(x): they come in up's place.
 Shapes and the two denominators are those of `op`: x (T, C) rows with channels side by side (rows may lie
 apart, as the halves of a fused projection do), coefficients (G, terms).
 
@@ -133,43 +134,55 @@ def _put(at, value, first, C, rows, channels, inside):
 
 
 @triton.jit
-def forward_kernel(x, up, a, b, y, T, C, x_stride, up_stride, low, high, low_slope, high_slope,
+def forward_kernel(x, up, a, b, a0, b0, y, T, C, x_stride, up_stride, low, high, low_slope, high_slope,
                    WIDTH: tl.constexpr, TERMS_A: tl.constexpr, TERMS_B: tl.constexpr, SUM_OF_ABS: tl.constexpr,
-                   TAILS: tl.constexpr, GATED: tl.constexpr, NARROW_GROUPS: tl.constexpr, BT: tl.constexpr,
-                   BC: tl.constexpr, V: tl.constexpr):  # fmt: skip
+                   TAILS: tl.constexpr, GATED: tl.constexpr, ANCHORED: tl.constexpr, NARROW_GROUPS: tl.constexpr,
+                   BT: tl.constexpr, BC: tl.constexpr, V: tl.constexpr):  # fmt: skip
     rows, channels, exist, group = _place(C, WIDTH, NARROW_GROUPS, BT, BC, V)
     above, below = _coefficients(a, group, TERMS_A), _coefficients(b, group, TERMS_B)
+    if ANCHORED:
+        above_base, below_base = _coefficients(a0, group, TERMS_A), _coefficients(b0, group, TERMS_B)
     for tile in range(tl.program_id(1), tl.cdiv(T, BT), tl.num_programs(1)):
         first = tile * BT
         inside = (rows < T - first) & exist
         z = _rows(x, first, x_stride, rows, channels, inside)
-        value = _value(z, above, below, low, high, low_slope, high_slope, SUM_OF_ABS, TAILS)
+        value = _value(z, above, below, low, high, low_slope, high_slope, SUM_OF_ABS, TAILS, ANCHORED)
         if GATED:
             value = value * _rows(up, first, up_stride, rows, channels, inside)
+        if ANCHORED:
+            base = _value(z, above_base, below_base, low, high, low_slope, high_slope, SUM_OF_ABS, TAILS, ANCHORED)
+            value = _rows(up, first, up_stride, rows, channels, inside) + (value - base)
         _put(y, value, first, C, rows, channels, inside)
 
 
 @triton.jit
-def _value(z, above, below, low, high, low_slope, high_slope, SUM_OF_ABS: tl.constexpr, TAILS: tl.constexpr):
+def _value(z, above, below, low, high, low_slope, high_slope, SUM_OF_ABS: tl.constexpr, TAILS: tl.constexpr,
+           ANCHORED: tl.constexpr):  # fmt: skip
     """R(z)."""
     within = z
     if TAILS:
         within = tl.minimum(tl.maximum(z, low), high)
     p, _p_slope, inverse, _q_slope, _weight, _variable = _ratio(within, above, below, SUM_OF_ABS)
-    value = p * inverse
+    if ANCHORED:  # no product, which would be contracted with the difference: equal coefficients have to leave zero
+        value = tl.fma(p, inverse, tl.zeros_like(p))
+    else:
+        value = p * inverse
     if TAILS:
         value += low_slope * tl.minimum(z - low, 0.0) + high_slope * tl.maximum(z - high, 0.0)
     return value
 
 
 @triton.jit
-def backward_kernel(x, up, dy, a, b, dx, dup, sums, T, C, x_stride, up_stride, dy_stride, low, high, low_slope,
+def backward_kernel(x, up, dy, a, b, a0, b0, dx, dup, sums, T, C, x_stride, up_stride, dy_stride, low, high, low_slope,
                     high_slope, WIDTH: tl.constexpr, TERMS_A: tl.constexpr, TERMS_B: tl.constexpr,
-                    SUM_OF_ABS: tl.constexpr, TAILS: tl.constexpr, GATED: tl.constexpr, NARROW_GROUPS: tl.constexpr,
-                    COEFFICIENTS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, V: tl.constexpr):  # fmt: skip
+                    SUM_OF_ABS: tl.constexpr, TAILS: tl.constexpr, GATED: tl.constexpr, ANCHORED: tl.constexpr,
+                    NARROW_GROUPS: tl.constexpr, COEFFICIENTS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+                    V: tl.constexpr):  # fmt: skip
     """Write dx, dup, and with COEFFICIENTS the sums of this program: numerator's, then denominator's."""
     rows, channels, exist, group = _place(C, WIDTH, NARROW_GROUPS, BT, BC, V)
     above, below = _coefficients(a, group, TERMS_A), _coefficients(b, group, TERMS_B)
+    if ANCHORED:
+        above_base, below_base = _coefficients(a0, group, TERMS_A), _coefficients(b0, group, TERMS_B)
     da = _zeros(TERMS_A, NARROW_GROUPS, BT, BC, V)
     db = _zeros(TERMS_B, NARROW_GROUPS, BT, BC, V)
     for tile in range(tl.program_id(1), tl.cdiv(T, BT), tl.num_programs(1)):
@@ -178,7 +191,7 @@ def backward_kernel(x, up, dy, a, b, dx, dup, sums, T, C, x_stride, up_stride, d
         z = _rows(x, first, x_stride, rows, channels, inside)
         slope_out = _rows(dy, first, dy_stride, rows, channels, inside)  # zero outside, and with it every sum
         if GATED:
-            value = _value(z, above, below, low, high, low_slope, high_slope, SUM_OF_ABS, TAILS)
+            value = _value(z, above, below, low, high, low_slope, high_slope, SUM_OF_ABS, TAILS, ANCHORED)
             _put(dup, value * slope_out, first, C, rows, channels, inside)
             slope_out *= _rows(up, first, up_stride, rows, channels, inside)
         within = z
@@ -188,8 +201,14 @@ def backward_kernel(x, up, dy, a, b, dx, dup, sums, T, C, x_stride, up_stride, d
         dp = slope_out * inverse
         dq = -dp * p * inverse
         dz = dp * p_slope + dq * q_slope
+        if ANCHORED:
+            p, p_slope, inverse, q_slope, _weight, _variable = _ratio(within, above_base, below_base, SUM_OF_ABS)
+            by_p = slope_out * inverse
+            dz -= by_p * p_slope - by_p * p * inverse * q_slope
         if TAILS:
             dz = tl.where(z < low, slope_out * low_slope, tl.where(z > high, slope_out * high_slope, dz))
+        if ANCHORED:
+            dz += _rows(up, first, up_stride, rows, channels, inside)
         _put(dx, dz, first, C, rows, channels, inside)
         if COEFFICIENTS:
             da = _add_moments(da, dp, within, NARROW_GROUPS)
@@ -210,7 +229,7 @@ def backward_kernel(x, up, dy, a, b, dx, dup, sums, T, C, x_stride, up_stride, d
 
 
 def _constants(
-    width: int, terms: tuple[int, int], form: str, tails: bool, gated: bool, dtype: torch.dtype
+    width: int, terms: tuple[int, int], form: str, tails: bool, second: str, dtype: torch.dtype
 ) -> dict[str, object]:
     narrow = width < NARROW
     return {
@@ -222,26 +241,27 @@ def _constants(
         "TERMS_B": terms[1],
         "SUM_OF_ABS": form == "sum_of_abs",
         "TAILS": tails,
-        "GATED": gated,
+        "GATED": second == "gated",
+        "ANCHORED": second == "anchored",
         "NARROW_GROUPS": narrow,
     }
 
 
 def forward_variant(
-    width: int, terms: tuple[int, int], form: str, tails: bool, gated: bool, dtype: torch.dtype
+    width: int, terms: tuple[int, int], form: str, tails: bool, second: str, dtype: torch.dtype
 ) -> Variant:
-    """Return `forward_kernel` as it is launched, for groups of `width` channels."""
-    constants = _constants(width, terms, form, tails, gated, dtype)
+    """Return `forward_kernel` as it is launched, for groups of `width` channels; second: "gated", "anchored" or ""."""
+    constants = _constants(width, terms, form, tails, second, dtype)
     return Variant("rational forward", forward_kernel, constants, 4, 1)
 
 
 def backward_variant(
-    width: int, terms: tuple[int, int], form: str, tails: bool, gated: bool, coefficients: bool, dtype: torch.dtype
+    width: int, terms: tuple[int, int], form: str, tails: bool, second: str, coefficients: bool, dtype: torch.dtype
 ) -> Variant:
     """Return `backward_kernel` as it is launched."""
-    constants = _constants(width, terms, form, tails, gated, dtype) | {"COEFFICIENTS": coefficients}
-    # In narrow groups each channel has sums of its own: more tokens a tile spill.
-    constants |= {"BT": 2 if constants["NARROW_GROUPS"] else 8, "V": 4}
+    constants = _constants(width, terms, form, tails, second, dtype) | {"COEFFICIENTS": coefficients}
+    # In narrow groups each channel has sums of its own, and a base is a second function: more tokens a tile spill.
+    constants |= {"BT": 2 if constants["NARROW_GROUPS"] else 4 if constants["ANCHORED"] else 8, "V": 4}
     return Variant("rational backward", backward_kernel, constants, 4, 1)
 
 
@@ -258,15 +278,31 @@ def _settings(limits: tuple[float, ...] | None) -> tuple[float, ...]:
     return (0.0,) * 4 if limits is None else tuple(float(each) for each in limits)
 
 
-def forward(x: Tensor, up: Tensor | None, a: Tensor, b: Tensor, form: str, limits: tuple[float, ...] | None) -> Tensor:
-    """Return R(x) (T, C), times `up` (T, C) where given; a (G, m + 1) and b (G, n') float32, sizes in "sum_of_abs"."""
+def _second(up: Tensor | None, base: tuple[Tensor, Tensor] | None) -> str:
+    return "" if up is None else "gated" if base is None else "anchored"
+
+
+def forward(
+    x: Tensor,
+    up: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    form: str,
+    limits: tuple[float, ...] | None,
+    base: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Return R(x) (T, C), times `up` (T, C) where given; a (G, m + 1) and b (G, n') float32, sizes in "sum_of_abs".
+
+    With the coefficients of R0 as base, like a and b, return up + (R(x) - R0(x)).
+    """
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         width, terms = x.shape[1] // a.shape[0], (a.shape[1], b.shape[1])
-        variant = forward_variant(width, terms, form, limits is not None, up is not None, x.dtype)
+        variant = forward_variant(width, terms, form, limits is not None, _second(up, base), x.dtype)
         second = x if up is None else up
         strides = x.stride(0), second.stride(0)
-        variant.launch(_grid(variant, x, a.shape[0], 32), x, second, a, b, y, *x.shape, *strides, *_settings(limits))
+        tensors = x, second, a, b, *(base or (a, b)), y
+        variant.launch(_grid(variant, x, a.shape[0], 32), *tensors, *x.shape, *strides, *_settings(limits))
     return y
 
 
@@ -278,23 +314,28 @@ def backward(
     b: Tensor,
     form: str,
     limits: tuple[float, ...] | None,
+    base: tuple[Tensor, Tensor] | None = None,
     *,
     coefficients: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return gradients of x, up, a and b (float32), of b's sizes with "sum_of_abs"; arguments as in `forward`."""
+    """Return gradients of x, up, a and b (float32), of b's sizes with "sum_of_abs"; arguments as in `forward`.
+
+    With a base `up` is a part of the gradient of x, and has none itself.
+    """
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dup = None if up is None else torch.empty_like(dx)
+    dup = None if up is None or base is not None else torch.empty_like(dx)
     groups, terms = a.shape[0], (a.shape[1], b.shape[1])
     if not x.numel():
         return dx, dup, torch.zeros_like(a), torch.zeros_like(b)
     width = x.shape[1] // groups
-    variant = backward_variant(width, terms, form, limits is not None, up is not None, coefficients, x.dtype)
+    variant = backward_variant(width, terms, form, limits is not None, _second(up, base), coefficients, x.dtype)
     grid = _grid(variant, x, groups, 16)
     rows = x.shape[1] if variant.constants["NARROW_GROUPS"] else grid[0]
     sums = x.new_empty(grid[1] if coefficients else 0, rows, sum(terms), dtype=torch.float32)
-    second, dsecond = (x, dx) if up is None or dup is None else (up, dup)
+    second, dsecond = x if up is None else up, dx if dup is None else dup
     strides = x.stride(0), second.stride(0), dy.stride(0)
-    variant.launch(grid, x, second, dy, a, b, dx, dsecond, sums, *x.shape, *strides, *_settings(limits))
+    tensors = x, second, dy, a, b, *(base or (a, b)), dx, dsecond, sums
+    variant.launch(grid, *tensors, *x.shape, *strides, *_settings(limits))
     if not coefficients:
         return dx, dup, None, None
     da, db = sums.unflatten(1, (groups, -1)).sum((0, 2)).split(terms, 1)

@@ -183,17 +183,18 @@ def _value(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
     if _opaque(x, ratio):
         y: Tensor = _forward_op(x, up, *ratio[:4])
         return y
-    if (fast := _kernel(ratio, x, up)) is not None:
-        rows = [None if each is None else plain_rows(each, x.shape[-1]) for each in (x, up)]
-        return reshaped(fast.forward(*rows, *_coefficients(ratio), ratio.form, ratio.tails), x.shape)
     own = None
     if ratio.formula is not None:  # whole and in its own layout: torch rounds pieces and other layouts otherwise
         moved = ratio.behind_batch
         own = activation(x.movedim(-1, 1) if moved else x, ratio.formula)
         own = own.movedim(1, -1) if moved else own
+    if (fast := _kernel(ratio, x, up)) is not None:
+        rows = [None if each is None else plain_rows(each, x.shape[-1]) for each in (x, up if own is None else own)]
+        return reshaped(fast.forward(*rows, *_coefficients(ratio), ratio.form, ratio.tails, _base(ratio)), x.shape)
     if (cpu := _native(ratio, x, up)) is not None:
         rows = [None if each is None else plain_rows(each, x.shape[-1]) for each in (x, up, own)]
-        value = cpu.rational_forward(*rows[:2], *_coefficients(ratio), ratio.tails, rows[2], *_base(ratio))
+        base = _base(ratio) or (None, None)
+        value = cpu.rational_forward(*rows[:2], *_coefficients(ratio), ratio.tails, rows[2], *base)
         return reshaped(value, x.shape)
     plain = _in_pieces(_forward, x, ratio, own)[0]
     assert plain is not None
@@ -206,15 +207,17 @@ def _gradients(dy: Tensor, x: Tensor, up: Tensor | None, ratio: Ratio, wanted: S
         found = _backward_op(dy, x, up, *ratio[:4], list(wanted))
         return [each if want else None for each, want in zip(found, wanted, strict=True)]
     if (fast := _kernel(ratio, x, up, dy)) is not None:
-        rows = [None if each is None else plain_rows(each, x.shape[-1]) for each in (dy, x, up)]
-        sums = wanted[2] or wanted[3]
-        found = fast.backward(*rows, *_coefficients(ratio), ratio.form, ratio.tails, coefficients=sums)
+        second = up if ratio.formula is None else activation_gradient(dy, x, ratio.formula)
+        rows = [None if each is None else plain_rows(each, x.shape[-1]) for each in (dy, x, second)]
+        given = *rows, *_coefficients(ratio), ratio.form, ratio.tails, _base(ratio)
+        found = fast.backward(*given, coefficients=wanted[2] or wanted[3])
         found = *found[:3], _signed(found[3], ratio)
         like = zip(found, wanted, (x, up, ratio.numerator, ratio.denominator), strict=True)
         return [each.to(own.dtype).view(own.shape) if want and own is not None else None for each, want, own in like]
     if (cpu := _native(ratio, x, up, dy)) is not None:
         rows = [None if each is None else plain_rows(each, x.shape[-1]) for each in (dy, x, up)]
-        dx, dup, da, db = cpu.rational_backward(*rows, *_coefficients(ratio), ratio.tails, *_base(ratio))
+        base = _base(ratio) or (None, None)
+        dx, dup, da, db = cpu.rational_backward(*rows, *_coefficients(ratio), ratio.tails, *base)
         dx = dx.view(x.shape)
         if ratio.formula is not None and wanted[0]:
             dx.add_(activation_gradient(dy, x, ratio.formula))
@@ -238,7 +241,7 @@ def _opaque(x: Tensor, ratio: Ratio) -> bool:
 
 def _kernel(ratio: Ratio, x: Tensor, *others: Tensor | None) -> ModuleType | None:
     """Return the module of kernels where all tensors are its own to read."""
-    if ratio.formula is not None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return None
     given = [each for each in others if each is not None]
     same = all(each.dtype == x.dtype for each in given)
@@ -253,10 +256,10 @@ def _native(ratio: Ratio, *tensors: Tensor | None) -> Any:
     return native(*tensors, *ratio[:2], *ratio[4:6])
 
 
-def _base(ratio: Ratio) -> tuple[Tensor | None, Tensor | None]:
+def _base(ratio: Ratio) -> tuple[Tensor, Tensor] | None:
     """Return `_coefficients` of the base."""
     if ratio.base_numerator is None or ratio.base_denominator is None:
-        return None, None
+        return None
     return _coefficients(Ratio(ratio.base_numerator, ratio.base_denominator, ratio.form, None))
 
 
