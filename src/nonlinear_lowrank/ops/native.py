@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import warnings
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -55,9 +56,10 @@ def _load() -> Any:
     except FileNotFoundError:  # no compiler
         return None
     except (OSError, subprocess.SubprocessError) as error:
-        why = next((line for line in (getattr(error, "stderr", None) or "").splitlines() if "error" in line), error)
+        said = (getattr(error, "stderr", None) or "").splitlines()
+        why = shorten(next((line for line in said if "error" in line), str(error)), 160)
         warnings.warn(
-            f"operators in C++ were not built, PyTorch's run (NLR_NATIVE=0 asks for them): {why}", stacklevel=2
+            f"operators in C++ were not built, PyTorch's run (ask for those: NLR_NATIVE=0): {why}", stacklevel=2
         )
         return None
     return torch.ops.nonlinear_lowrank_native

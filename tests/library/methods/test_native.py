@@ -186,7 +186,10 @@ assert layer.noble_mix1.grad.abs().sum() > 0
     [
         ({"NLR_NATIVE": "0"}, ""),
         ({"CXX": "no-such-compiler"}, ""),
-        ({"CXX": "false"}, "operators in C++ were not built, PyTorch's run (NLR_NATIVE=0 asks for them): Command '"),
+        (
+            {"CXX": "false"},
+            "operators in C++ were not built, PyTorch's run (ask for those: NLR_NATIVE=0): Command '['false',",
+        ),
     ],
 )
 def test_done_without(setting, said, tmp_path):
