@@ -56,8 +56,8 @@ def _load() -> Any:
     except FileNotFoundError:  # no compiler
         return None
     except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or "").splitlines()
-        why = shorten(next((line for line in said if "error" in line), str(error)), 160)
+        output = (getattr(error, "stderr", None) or "").splitlines()
+        why = shorten(next((line for line in output if "error" in line), str(error)), 160)
         warnings.warn(
             f"operators in C++ were not built, PyTorch's run (ask for those: NLR_NATIVE=0): {why}", stacklevel=2
         )

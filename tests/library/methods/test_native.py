@@ -182,7 +182,7 @@ assert layer.noble_mix1.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "warning"),
     [
         ({"NLR_NATIVE": "0"}, ""),
         ({"CXX": "no-such-compiler"}, ""),
@@ -192,12 +192,12 @@ assert layer.noble_mix1.grad.abs().sum() > 0
         ),
     ],
 )
-def test_done_without(setting, said, tmp_path):
+def test_done_without(setting, warning, tmp_path):
     environment = {**os.environ, "NLR_CACHE": str(tmp_path), **setting}
     done = subprocess.run([sys.executable, "-c", WITHOUT], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr.count("UserWarning") == bool(said)
-    assert said in done.stderr
+    assert done.stderr.count("UserWarning") == bool(warning)
+    assert warning in done.stderr
 
 
 def test_built_once_and_kept(tmp_path):

@@ -21,6 +21,11 @@ from nonlinear_lowrank.ops.triton import Variant, cdiv, power_of_2
 
 __all__ = ["backward", "forward"]
 
+Limits = tuple[float, ...]
+"""`LinearTails`."""
+Base = tuple[Tensor, Tensor]
+"""Coefficients of R0: (G, m + 1) and (G, n'), float32."""
+
 NARROW = 32
 """Groups of fewer channels share their blocks with other groups."""
 
@@ -274,22 +279,16 @@ def _grid(variant: Variant, x: Tensor, groups: int, programs: int) -> tuple[int,
     return blocks, max(1, min(cdiv(x.shape[0], constants["BT"]), full))
 
 
-def _settings(limits: tuple[float, ...] | None) -> tuple[float, ...]:
+def _settings(limits: Limits | None) -> tuple[float, ...]:
     return (0.0,) * 4 if limits is None else tuple(float(each) for each in limits)
 
 
-def _second(up: Tensor | None, base: tuple[Tensor, Tensor] | None) -> str:
+def _second(up: Tensor | None, base: Base | None) -> str:
     return "" if up is None else "gated" if base is None else "anchored"
 
 
 def forward(
-    x: Tensor,
-    up: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    form: str,
-    limits: tuple[float, ...] | None,
-    base: tuple[Tensor, Tensor] | None = None,
+    x: Tensor, up: Tensor | None, a: Tensor, b: Tensor, form: str, limits: Limits | None, base: Base | None = None
 ) -> Tensor:
     """Return R(x) (T, C), times `up` (T, C) where given; a (G, m + 1) and b (G, n') float32, sizes in "sum_of_abs".
 
@@ -307,17 +306,9 @@ def forward(
 
 
 def backward(
-    dy: Tensor,
-    x: Tensor,
-    up: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    form: str,
-    limits: tuple[float, ...] | None,
-    base: tuple[Tensor, Tensor] | None = None,
-    *,
-    coefficients: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    dy: Tensor, x: Tensor, up: Tensor | None, a: Tensor, b: Tensor, form: str, limits: Limits | None,
+    base: Base | None = None, *, coefficients: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Return gradients of x, up, a and b (float32), of b's sizes with "sum_of_abs"; arguments as in `forward`.
 
     With a base `up` is a part of the gradient of x, and has none itself.
