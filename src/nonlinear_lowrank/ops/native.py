@@ -53,9 +53,9 @@ def _load() -> Any:
         return None
     try:
         torch.ops.load_library(_built(vectors or []))
-    except FileNotFoundError:  # no compiler
-        return None
     except (OSError, subprocess.SubprocessError) as error:
+        if isinstance(error, FileNotFoundError) and error.filename == _compiler():
+            return None
         output = (getattr(error, "stderr", None) or "").splitlines()
         why = shorten(next((line for line in output if "error" in line), str(error)), 160)
         warnings.warn(
@@ -65,6 +65,10 @@ def _load() -> Any:
     return torch.ops.nonlinear_lowrank_native
 
 
+def _compiler() -> str:
+    return os.environ.get("CXX", "c++")
+
+
 def _built(vectors: list[str]) -> Path:
     """Return the library's path."""
     torch_path = Path(torch.__file__).parent
@@ -72,7 +76,7 @@ def _built(vectors: list[str]) -> Path:
     # Functions that set errno, and traps, keep loops from becoming vectors.
     how = ["-O3", "-std=c++20", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
     links = [f"-L{torch_path / 'lib'}", "-ltorch_cpu", "-lc10"]
-    command = [os.environ.get("CXX", "c++"), *how, *vectors, *includes]
+    command = [_compiler(), *how, *vectors, *includes]
     sources = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
     parts = [*map(Path.read_bytes, sources), repr((torch.__version__, platform.machine(), command)).encode()]
     mark = hashlib.sha256(b"".join(parts))

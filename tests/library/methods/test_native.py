@@ -190,6 +190,7 @@ assert layer.noble_mix1.grad.abs().sum() > 0
             {"CXX": "false"},
             "operators in C++ were not built, PyTorch's run (ask for those: NLR_NATIVE=0): Command '['false',",
         ),
+        ({"NLR_CACHE": "/proc/none"}, "(ask for those: NLR_NATIVE=0): ["),  # a folder that cannot be made
     ],
 )
 def test_done_without(setting, warning, tmp_path):
