@@ -6,7 +6,7 @@ shown", with the n.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -447,10 +447,12 @@ def mean_curve(curves: Sequence[Points]) -> tuple[np.ndarray, np.ndarray, np.nda
     return steps, losses.mean(0), losses.min(0), losses.max(0)
 
 
-def _coloured(arms: Sequence[Record]) -> Iterator[tuple[Record, str]]:
-    """Arms with their colours: greys for baselines."""
-    greys, colours = cycle(GREYS), cycle(COLOURS)
-    return ((arm, next(greys if arm["control"] else colours)) for arm in arms)
+def _lines(arms: Sequence[Record]) -> Iterator[tuple[Record, str, Any]]:
+    """Yield arms with their colours and line styles: baselines grey and dashed, each of another dash pattern, others
+    solid, and dotted or dash-dotted where the colours are used up."""
+    grey = zip(cycle(GREYS), ((0, (5, 1 + 1.5 * index)) for index in count()))
+    colours = ((colour, style) for style in cycle(("-", ":", "-.")) for colour in COLOURS)
+    return ((arm, *next(grey if arm["control"] else colours)) for arm in arms)
 
 
 def _plot_curves(path: Path, results: Record, label: str) -> None:
@@ -466,11 +468,7 @@ def _plot_curves(path: Path, results: Record, label: str) -> None:
     curves = [run[which] for of_arm in runs.values() for run in of_arm]
     skip = 0 if max(map(len, curves), default=0) < _FEW else _SKIPPED
     last = max((step for curve in curves for step, _ in curve), default=0)
-    baselines = 0
-    for arm, colour in _coloured(results["arms"]):
-        # Several baselines are all dashed; the dash pattern tells them apart in print.
-        style = (0, (5, 1 + 1.5 * baselines)) if arm["control"] else "-"
-        baselines += arm["control"]
+    for arm, colour, style in _lines(results["arms"]):
         steps, mean, low, high = mean_curve([run[which] for run in runs[arm["name"]]])
         shown = steps >= skip * last
         if not shown.any():
@@ -521,11 +519,11 @@ def _plot_rates(path: Path, results: Record, label: str) -> None:
     """Draw what each arm's learning rate was chosen by: the chosen one ringed, diverged runs as crosses at the top."""
     figure, axes = new_figure(7.0, 4.5)
     tuned = [arm for arm in results["arms"] if arm["tuning"]]
-    for index, (arm, colour) in enumerate(_coloured(tuned)):
+    for index, (arm, colour, style) in enumerate(_lines(tuned)):
         shown = [run for run in arm["tuning"] if arm["head_lr"] in (None, run["head_lr"])]
         scores = [(run["lr"], judged(run, "selection")) for run in shown]
         finite = sorted(point for point in scores if point[1] is not None)
-        line: dict[str, Any] = {"color": colour, "linestyle": "--" if arm["control"] else "-", "label": arm["name"]}
+        line: dict[str, Any] = {"color": colour, "linestyle": style, "label": arm["name"]}
         axes.plot(*_columns(finite), marker=_MARKERS[index % len(_MARKERS)], markersize=4, **line)
         # At 0.98 of the axes' height whatever the losses are; nudged by arm so that crosses do not overlap.
         lost = [(rate, 0.98 - 0.025 * index) for rate, score in scores if score is None]
