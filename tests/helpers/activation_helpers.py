@@ -134,12 +134,13 @@ class Mixer(nn.Module):
 
 # name: (made, shape of its input, where the 8 channels are)
 LAYOUTS = {
-    "conv": (lambda: nn.Sequential(nn.Conv2d(3, 8, 1), nn.GELU()), (2, 3, 5, 6), 1),
-    "transposed": (lambda: nn.Sequential(nn.ConvTranspose2d(3, 8, 2), nn.GELU()), (2, 3, 5, 6), 1),
+    "conv": (lambda: nn.Sequential(nn.Conv2d(3, 8, 1), nn.GELU()), (2, 3, 5, 6), -3),
+    "conv-no-batch": (lambda: nn.Sequential(nn.Conv2d(3, 8, 1), nn.GELU()), (3, 8, 8), -3),
+    "transposed": (lambda: nn.Sequential(nn.ConvTranspose2d(3, 8, 2), nn.GELU()), (2, 3, 5, 6), -3),
     "first": (lambda: nn.Sequential(nn.GELU(), nn.Linear(8, 3)), (5, 8), -1),
-    "batchnorm": (lambda: nn.Sequential(nn.Conv1d(3, 8, 2), nn.BatchNorm1d(8), nn.ReLU()), (2, 3, 5), 1),
+    "batchnorm": (lambda: nn.Sequential(nn.Conv1d(3, 8, 2), nn.BatchNorm1d(8), nn.ReLU()), (2, 3, 5), -2),
     "linear-batchnorm": (lambda: nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU()), (4, 3), -1),
-    "residual": (Residual, (2, 8, 5, 6), 1),
+    "residual": (Residual, (2, 8, 5, 6), -3),
     "norm-activation": (NormActivation, (2, 8, 5, 6), 1),
     "mixer": (Mixer, (2, 6, 5), -1),
     "decoder-layer": (lambda: nn.TransformerDecoderLayer(16, 4, 8, activation=nn.GELU()), None, -1),

@@ -72,7 +72,7 @@ WRONG = {
         ({"fit_range": (-1.0, float("inf"))}, "low < 0 < high"),
         ({"tails": "flat"}, "unknown tails"),
         ({"anchor": "maybe"}, "unknown anchor"),
-        ({"channel_dim": 2}, "channel_dim must be -1 or 1"),
+        ({"channel_dim": 2}, "channel_dim must be -4 to -1, or 1"),
         ({"width": 0}, "width must be a positive integer"),
     ],
     NoraConfig: [

@@ -68,13 +68,13 @@ class RationalActivation(Layer, nn.Module):
                     init.copy_(tensor, row.expand_as(tensor))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., channels) -> the same; with channel_dim=1 the channels are behind the batch."""
+        """(..., channels) -> the same, or with the channels in the dimension channel_dim."""
         return self.evaluate(x, self.rational_numerator, self.rational_denominator)
 
     def evaluate(self, x: Tensor, numerator: Tensor, denominator: Tensor) -> Tensor:
         """Return the function by coefficients (..., G, terms), in the type of x."""
-        settings, behind_batch = self.rational, self.rational["channel_dim"] == 1
-        z = wide(x.movedim(1, -1) if behind_batch else x)
+        settings, dim = self.rational, self.rational["channel_dim"] or -1
+        z = wide(x.movedim(dim, -1))
         low, high = settings["fit_range"]
         linear, exact = settings["tails"] == "linear", settings["anchor"] == "exact"
         inside = z.clamp(low, high) if linear else z
@@ -82,11 +82,11 @@ class RationalActivation(Layer, nn.Module):
         if exact:
             base = self._ratio(inside, self.rational_base_numerator, self.rational_base_denominator)
             own = PLAIN_ACTIVATIONS[settings["activation"]](x)
-            y = wide(own.movedim(1, -1) if behind_batch else own) + (y - base)
+            y = wide(own.movedim(dim, -1)) + (y - base)
         elif linear and settings["activation"] not in ("tanh", "sigmoid"):  # whose slopes far out are 0
             y = y + (z - high).clamp(min=0)
         y = y.to(x.dtype)
-        return y.movedim(-1, 1).contiguous() if behind_batch else y
+        return y if dim == -1 else y.movedim(-1, dim).contiguous()
 
     def _ratio(self, x: Tensor, numerator: Any, denominator: Any) -> Tensor:
         rows = x.unflatten(-1, (numerator.shape[-2], -1))

@@ -68,9 +68,9 @@ class RationalConfig:
     on, which leaves the activation quickly (both tails of an even denominator share one slope)."""
     anchor: Anchor = "none"
     """"none": R(x), the paper's. "exact": f(x) + (R(x) - R(x; fit)), which starts bit-equal to f."""
-    channel_dim: Literal[-1, 1] | None = None
-    """Dimension of the channels: last, or behind the batch. None: in a model that is augmented, as the layers around an
-    activation tell; else last."""
+    channel_dim: Literal[-4, -3, -2, -1, 1] | None = None
+    """Dimension of the channels: last, behind the batch, or so far from the end (-3 for images, with a batch or
+    without). None: in a model that is augmented, as the layers around an activation tell; else last."""
     width: int | None = None
     """Channels there; in a model that is augmented, as the layers around an activation tell. None: not checked."""
     experts: int | None = None
@@ -86,8 +86,8 @@ class RationalConfig:
         check_choice("form", self.form, FORMS)
         check_choice("tails", self.tails, get_args(Tails))
         check_choice("anchor", self.anchor, get_args(Anchor))
-        if self.channel_dim not in (-1, 1, None):
-            raise UserError(f"channel_dim must be -1 or 1, got {self.channel_dim!r}")
+        if self.channel_dim not in (-4, -3, -2, -1, 1, None):
+            raise UserError(f"channel_dim must be -4 to -1, or 1, got {self.channel_dim!r}")
         check_integer("groups", self.groups, minimum=1)
         for name in ("width", "experts"):
             if getattr(self, name) is not None:
@@ -123,24 +123,24 @@ class RationalConfig:
         Raises:
             UserError: the groups do not divide the channels, or these are not where they should be.
         """
-        behind_batch = self.dim == 1
-        if self.width is not None and x.shape[self.dim] != self.width and self.width in x.shape[1:]:
+        dim = self.dim
+        if self.width is not None and x.shape[dim] != self.width and self.width in x.shape[1:]:
             raise UserError(
                 f"a rational activation of {self.width} channels is given {tuple(x.shape)}, with them in an unexpected "
                 "place; leave it out with exclude=, or say where they are with channel_dim="
             )
-        last = x.movedim(1, -1) if behind_batch else x
+        last = x.movedim(dim, -1)
         tails = self.straight_tails()
         if base is None:
             y = rational(last, numerator, denominator, self.form, tails)
         else:
             anchor = *base, self._formula(), self.form, tails
-            y = rational_anchored(last, numerator, denominator, *anchor, behind_batch=behind_batch)
-        if not behind_batch:
+            y = rational_anchored(last, numerator, denominator, *anchor, channel_dim=dim)
+        if dim == -1:
             return y
-        y = y.movedim(-1, 1)
+        y = y.movedim(-1, dim)
         # In the plain activation's layout: a convolution of another one is another algorithm, rounded otherwise.
-        return y.contiguous() if x.is_contiguous() or x.stride(1) > x.stride(-1) else y
+        return y.contiguous() if x.is_contiguous() or x.stride(dim) > x.stride(-1) else y
 
     def evaluate_all(
         self,

@@ -66,8 +66,8 @@ class Ratio(NamedTuple):
     base_denominator: Tensor | None = None
     formula: str | None = None
     """f."""
-    behind_batch: bool = False
-    """True if x is a view of a tensor with its channels in dimension 1, and f is applied to that tensor."""
+    channel_dim: int = -1
+    """x is a view of a tensor with its channels in this dimension, and f is applied to that tensor."""
 
 
 def rational(
@@ -114,14 +114,14 @@ def rational_anchored(
     form: str = "abs_of_sum",
     tails: LinearTails | None = None,
     *,
-    behind_batch: bool = False,
+    channel_dim: int = -1,
 ) -> Tensor:
     """f(x) + (R(x; numerator, denominator) - R(x; base)): (..., C) in the type of x.
 
     Bit-equal to f(x) where the coefficients are the base's: both are evaluated by the same operations, and the
     difference is taken before f is added. The base, a fit of f (`formula`, one of `reference.FORMULAS`) in the same
-    form, has G rows or one, and no gradient. f is rounded as in x's layout; with behind_batch, in that of the tensor
-    whose dimension 1 was moved to the end for x. Outside the limits of `tails` the difference stays what it is there.
+    form, has G rows or one, and no gradient. f is rounded as in the layout of the tensor
+    whose dimension `channel_dim` was moved to the end for x. Outside the limits of `tails` the difference stays what it is there.
 
     Raises:
         UserError: as `rational`, or an unknown formula.
@@ -131,7 +131,7 @@ def rational_anchored(
     # Base coefficients take part like the shifted ones, row by row, so that the two round alike.
     base = base_numerator.detach().expand_as(numerator), base_denominator.detach().expand_as(denominator)
     flat = None if tails is None else LinearTails(tails.low, tails.high, 0.0, 0.0)
-    return _evaluate(x, None, Ratio(numerator, denominator, form, flat, *base, formula, behind_batch))
+    return _evaluate(x, None, Ratio(numerator, denominator, form, flat, *base, formula, channel_dim))
 
 
 # Autograd.
@@ -185,9 +185,8 @@ def _value(x: Tensor, up: Tensor | None, ratio: Ratio) -> Tensor:
         return y
     own = None
     if ratio.formula is not None:  # whole and in its own layout: torch rounds pieces and other layouts otherwise
-        moved = ratio.behind_batch
-        own = activation(x.movedim(-1, 1) if moved else x, ratio.formula)
-        own = own.movedim(1, -1) if moved else own
+        dim = ratio.channel_dim
+        own = activation(x.movedim(-1, dim), ratio.formula).movedim(dim, -1)
     if (fast := _kernel(ratio, x, up)) is not None:
         rows = [None if each is None else plain_rows(each, x.shape[-1]) for each in (x, up if own is None else own)]
         return reshaped(fast.forward(*rows, *_coefficients(ratio), ratio.form, ratio.tails, _base(ratio)), x.shape)

@@ -66,7 +66,7 @@ class Site:
     width: int | None
     """Channels of its input; None where nothing tells."""
     channel_dim: int
-    """-1, or 1 behind a convolution."""
+    """-1; from the end behind a convolution, which takes a batch or none; 1 behind a norm that needs one."""
     neighbour: nn.Module | None
     """A module with a weight, whose device is the activation's."""
     bypassed: str = ""
@@ -202,7 +202,7 @@ class _Shape(NamedTuple):
     module: nn.Module
     d_in: int
     d_out: int
-    convolution: bool
+    channel_dim: int = -1
 
     def feeds(self, other: "_Shape") -> bool:
         """Return whether another may follow; a gated MLP's first may give gate and value, twice the width."""
@@ -214,11 +214,11 @@ def _shape(module: nn.Module | None) -> _Shape | None:
         return None
     plain: Any = _plain(module) or module
     if isinstance(plain, _CONVOLUTIONS):
-        return _Shape(plain, plain.in_channels, plain.out_channels, True)
+        return _Shape(plain, plain.in_channels, plain.out_channels, -1 - len(plain.kernel_size))
     matrix = matrix_of(plain)
     if isinstance(matrix, str) or matrix.kind == "embedding":
         return None
-    return _Shape(plain, matrix.d_in, matrix.d_out, False)
+    return _Shape(plain, matrix.d_in, matrix.d_out)
 
 
 def _shapes(modules: Iterable[nn.Module | None]) -> list[_Shape]:
@@ -253,14 +253,14 @@ def _site(
         near = next(reversed(_shapes(_descendants(children[:place]))), None)
         sizes = _sizes(model)
         width = near.d_out if near else sizes[0] if len(sizes) == 1 else None
-    behind_batch = near.convolution if near else norm is not None
+    channel_dim = near.channel_dim if near else -1 if norm is None else 1
     neighbour = near.module if near else norm or _with_weight(parent, model)
     # Where another method has replaced experts, their own class still applies the activation.
     own: Any = getattr(parent, "experts_class", None)
     calling = parent if own is None else own.__new__(own)
     bypassed = why_bypassed(name, attribute, calling, grandparent)
     count = None if experts is None else expert_count(experts)
-    return Site(plain, formula, width, 1 if behind_batch else -1, neighbour, bypassed, skipped, count)
+    return Site(plain, formula, width, channel_dim, neighbour, bypassed, skipped, count)
 
 
 def _width(
