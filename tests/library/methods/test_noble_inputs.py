@@ -235,3 +235,19 @@ def test_threads_do_not_take_each_others_results():
 def test_data_parallel_copies_are_refused():
     with pytest.raises(UserError, match="start the processes with torchrun"):
         with_branches(Attention, SHARED)[0].q_proj._replicate_for_data_parallel()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@ways
+def test_a_cross_attention_holds_nothing_of_a_pass_before(options, compiled):
+    model, alone = with_branches(Attention, options)
+    run = torch.compile(model, backend="eager") if compiled else model
+    x, y = torch.randn(2, 3, 32), torch.randn(2, 3, 32)
+    with torch.no_grad():
+        run(x, y)
+        for each in (model, alone):
+            each.q_proj.noble_up.mul_(3.0)
+            each.q_proj.weight.mul_(0.5)
+        torch.testing.assert_close(run(y, x), alone(y, x))
+    groups = {getattr(each, "noble_group", None) or getattr(each, "noble_shared", None) for each in model.modules()}
+    assert all(group._held is None for group in groups - {None})

@@ -82,7 +82,8 @@ class FusedNoble(nn.Module):
         """Return y (..., d_out) of the layer at this place, one of several."""
         if self.hand_off.apart(x):
             return self._compute(x, place)[0]
-        y: Tensor = self.hand_off.take(x, place, self._compute)[place]
+        changes = None if x.is_inference() or torch.compiler.is_compiling() else x._version
+        y: Tensor = self.hand_off.take(x, place, self._compute, changes)[place]
         return y
 
     def rows(self, place: int) -> slice:

@@ -51,7 +51,7 @@ class HandOff:
     def apart(self, x: Tensor) -> bool:
         """Return whether these layers were ever given another tensor while some waited for their part."""
         held = self._held
-        if held is not None and held[0] is not x and not torch.compiler.is_compiling():
+        if held is not None and held[0] is not x:
             self._held, self._apart = None, True
         return self._apart
 
@@ -82,6 +82,8 @@ class SharedDown(HandOff):
 
     def product(self, x: Tensor, place: int) -> tuple[Tensor, Tensor]:
         """Return x (..., d_in), cast where autocast does, and h (..., r)."""
+        if self.apart(x):
+            return self._product(x)
         how = _circumstances(x, self.owner.noble_down)
         found: tuple[Tensor, Tensor] = self.take(x, place, self._product, how)
         return found
