@@ -20,11 +20,12 @@ from .precision import no_autocast
 
 
 def transformed() -> bool:
-    """Return whether a transform of `torch.func`, forward-mode differentiation or `torch.export` is active.
+    """Return whether a transform of `torch.func`, forward-mode differentiation, `torch.export` or `torch.jit.trace` is
+    active.
 
     torch has no public name for the first two. It asks the first itself in front of every `autograd.Function`.
     """
-    return _are_functorch_transforms_active() or forward_ad._current_level >= 0 or exporting()
+    return _are_functorch_transforms_active() or forward_ad._current_level >= 0 or exporting() or torch.jit.is_tracing()
 
 
 def differentiated(*dys: Tensor) -> bool:

@@ -257,3 +257,19 @@ def test_selective_checkpointing_changes_no_output_and_no_gradient(name):
     checkpointed = functools.partial(checkpoint, model, use_reentrant=False, context_fn=contexts)
     expected = outcome(model, model, x, unchanged)
     torch.testing.assert_close(outcome(checkpointed, model, x, unchanged), expected, rtol=1e-12, atol=1e-12)
+
+
+@ours
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.*deprecated:DeprecationWarning")
+def test_traces_and_saves_as_a_program_without_operators_of_ours(name, tmp_path):
+    class Unchanged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = LAYERS[name]().double().eval()
+
+        def forward(self, x):
+            return self.model(x, lambda y, _: y)
+
+    model, x = Unchanged(), input_of(name).detach()
+    torch.jit.save(torch.jit.trace(model, x), tmp_path / "program.pt")
+    torch.testing.assert_close(torch.jit.load(tmp_path / "program.pt")(x), model(x))

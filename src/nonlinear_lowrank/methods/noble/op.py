@@ -124,7 +124,7 @@ def bottleneck(h: Tensor, branch: Branch) -> Tensor:
     Source: noble.txt, equation (2) and appendix A (5)-(7); other activations: Table 5.
     """
     function = activation_function(branch.activation)
-    if branch.activation == "cosine" and not torch.is_grad_enabled():
+    if branch.activation == "cosine" and not (torch.is_grad_enabled() or torch.jit.is_tracing()):
         function = torch.cos_  # on r-wide tensors memory is the cost
     u = h
     for layer in range(len(branch.mixes) + 1):
