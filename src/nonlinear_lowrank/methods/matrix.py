@@ -1,5 +1,6 @@
 """The one matrix that a module multiplies by, whatever kind of module it is and however it stores it."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -35,14 +36,20 @@ class Matrix:
 def is_plain_linear(module: nn.Module) -> bool:
     """Return whether a module computes x W^T + b, no more: an `nn.Linear`, a transformers `Conv1D`, or a subclass.
 
-    A subclass with a forward of its own (Falcon's) is tried on small tensors in place of its own.
+    A subclass with a forward of its own (Falcon's) is tried on small tensors in place of its own, in training and in
+    evaluation. One with further arguments or methods is none: whoever calls it may use these.
     """
     if type(module) in (nn.Linear, Conv1D):
         return True
     base: Any = nn.Linear if isinstance(module, nn.Linear) else Conv1D
     if not isinstance(module, base) or any(True for _ in module.children()):
         return False
-    return type(module).forward is base.forward or _computes(module, base)
+    if any(not name.startswith("_") and not hasattr(base, name) for name in dir(type(module))):
+        return False
+    forward = type(module).forward
+    if forward is base.forward:
+        return True
+    return len(inspect.signature(forward).parameters) == 2 and _computes(module, base)
 
 
 def linear_shape(module: Any) -> tuple[int, int]:
@@ -60,12 +67,14 @@ def _computes(module: nn.Module, base: Any) -> bool:
             return False
         tensors = {name: torch.sin(torch.arange(1.0, each.numel() + 1)).view(each.shape) for name, each in _own(plain)}
         x = torch.tensor([[0.5, -1.0], [2.0, 0.25]])
+        wanted, before = torch.func.functional_call(plain, tensors, x), module.training
         try:
-            found = torch.func.functional_call(module, tensors, x)
+            both = [torch.func.functional_call(module.train(mode), tensors, x) for mode in (True, False)]
         except Exception:  # a forward of any kind
             return False
-        wanted = torch.func.functional_call(plain, tensors, x)
-    return isinstance(found, Tensor) and found.shape == wanted.shape and torch.allclose(found, wanted)
+        finally:
+            module.train(before)
+    return all(isinstance(y, Tensor) and y.shape == wanted.shape and torch.allclose(y, wanted) for y in both)
 
 
 def _own(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -13,17 +13,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 
 from nonlinear_lowrank.methods.base import method_of_layer
 from nonlinear_lowrank.methods.matrix import replace_modules
 
-from .targets import holds_numbers, names_read
+from .targets import HOOKED, holds_numbers, is_hooked, names_read
 
 _INPUTS = ("q", "k", "v")
 _SETTINGS = ("embed_dim", "kdim", "vdim", "num_heads", "head_dim", "dropout", "batch_first", "add_zero_attn")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class UnfusedMultiheadAttention(nn.Module):
@@ -65,14 +63,14 @@ class UnfusedMultiheadAttention(nn.Module):
 
     @property
     def in_proj_weight(self) -> Tensor | None:
-        """The dense input projection (3 E, E), a copy; None where key or value has a width of its own."""
-        return torch.cat([self._projection(each).weight for each in _INPUTS]) if self.packed else None
+        """The dense input projection (3 E, E), a copy; None where key or value has a width of its own, or a layer of
+        another method has no weight."""
+        return self._joined("weight") if self.packed else None
 
     @property
     def in_proj_bias(self) -> Tensor | None:
         """The bias of the input projection (3 E), a copy, or None."""
-        biases = [self._projection(each).bias for each in _INPUTS]
-        return None if biases[0] is None else torch.cat(biases)
+        return self._joined("bias")
 
     def forward(
         self,
@@ -144,6 +142,10 @@ class UnfusedMultiheadAttention(nn.Module):
             hidden = _added(padding, q.dtype)[:, None, None]
             mask = hidden if mask is None else mask + hidden
         return None if mask is None else F.pad(mask, (0, (self.bias_k is not None) + self.add_zero_attn))
+
+    def _joined(self, tensor: str) -> Tensor | None:
+        parts = [getattr(self._projection(each), tensor, None) for each in _INPUTS]
+        return None if any(part is None for part in parts) else torch.cat(parts)  # type: ignore[arg-type]
 
     def _projection(self, name: str) -> Any:
         return getattr(self, f"{name}_proj")
@@ -245,8 +247,8 @@ def _refused(name: str, attention: nn.MultiheadAttention, model: nn.Module) -> s
 def kept_back(module: nn.Module, model: nn.Module) -> str:
     """Return why the tensors of a module of a model cannot be handed to new modules, or an empty string."""
     own = list(module.parameters())
-    if any(is_parametrized(each) or any(getattr(each, kind) for kind in _HOOKS) for each in module.modules()):
-        return "has hooks or parametrizations, which a swap would lose; augment the model first"
+    if any(map(is_hooked, module.modules())):
+        return HOOKED
     if not all(map(holds_numbers, own)):
         return "is quantized or split over devices; augment the model first"
     holders = Counter(id(each) for module in model.modules() for each in module._parameters.values())

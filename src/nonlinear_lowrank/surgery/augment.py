@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.parameter import is_lazy
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import (
@@ -24,7 +24,7 @@ from nonlinear_lowrank.methods.matrix import replace_modules
 from .attention import unfused
 from .report import AugmentReport, measure_plain
 from .split import apply_splits, check_split, saved_splits, split_linears
-from .targets import Patterns, choose_found, choose_linears, expert_tensors, holds_numbers
+from .targets import HOOKED, Patterns, choose_found, choose_linears, expert_tensors, holds_numbers, is_hooked
 
 after_augment: list[Callable[[nn.Module, dict[str, Any]], None]] = []
 """Hooks, called with (model, entry) once a model was augmented; `hub` adds the one that makes it saveable."""
@@ -72,10 +72,12 @@ def augment(
 
     Raises:
         UserError: a pattern or a name matches nothing, a budget cannot be met, there is nothing to swap or to split,
-            the rank does not fit or groups do not divide the width, a target is frozen, quantized, hooked,
-            parametrized, not called by the model's code, or augmented already.
+            the rank does not fit or groups do not divide the width, a target is frozen, quantized, hooked (also by
+            accelerate), not called by the model's code, or augmented already, or its shape is not known yet.
     """
     method = known_method(config)
+    if any(map(is_lazy, model.parameters())):
+        raise UserError("the model has lazy layers, whose shapes are not known yet; run one batch through it first")
     if fuse_shared_inputs:
         try:
             config = replace(config, fuse_shared_inputs=True)
@@ -216,8 +218,10 @@ def _check(name: str, model: nn.Module, method: Method, config: Any) -> None:
     module, parent = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
     if method.kind == "linear":
         _check_linear(name, module, method)
-    if is_parametrized(module) or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-        raise UserError(f"{name} has hooks or parametrizations, which a swap would lose; augment the model first")
+    if is_hooked(module):
+        raise UserError(f"{name} {HOOKED}")
+    if any(each.is_inference() for each in module.parameters()):
+        raise UserError(f"{name} was made inside torch.inference_mode() and cannot be trained; make the model outside")
     method.check_parent(name, module, parent)
     method.check(name, module, config)
 

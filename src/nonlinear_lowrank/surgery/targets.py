@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Findings, Method, dense_part, method_of_layer
@@ -48,6 +49,17 @@ def output_head_names(model: nn.Module) -> dict[str, str]:
         elif not has_backbone and _HEAD_NAMES.fullmatch(name):
             heads[name] = "named like an output head"
     return heads
+
+
+def _tied_linears(model: nn.Module) -> dict[str, str]:
+    """Return modules of which two hold one weight, which layers in their place would not: {name: why}."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and (other := first.setdefault(id(weight), name)) != name:
+            found |= {name: f"shares its weight with {other}", other: f"shares its weight with {name}"}
+    return found
 
 
 def _skipped_by_name(
@@ -88,6 +100,8 @@ def choose_linears(
     unnamed = include is None and select is None
     _check_selected(model, select)
     heads, bypassed, inside = output_head_names(model), bypassed_linears(model), dense_parts(model)
+    if method.replaces_weights:
+        heads = _tied_linears(model) | heads
     modules = dict(model.named_modules())
     methods = {name: method_of_layer(module) for name, module in modules.items()}
     wrapped = {name: found.name for name, found in methods.items() if found and found.wraps}
@@ -126,7 +140,11 @@ def choose_linears(
                 warnings.warn(f"{name}: {bypassed[name].why}, and {method.name} does not act there", stacklevel=3)
             chosen.append(name)
     if not chosen:
-        why = "; ".join(sorted(set(skipped.values()))) or "it has no linears"
+        why = "; ".join(sorted(set(skipped.values()))) or (
+            "it is a linear itself; put it into a module, as in nn.Sequential(model)"
+            if is_linear(model)
+            else "it has no linears"
+        )
         if unnamed and method.include is not None:
             why += "; name the targets with include="
         if any(each.startswith("rank ") for each in skipped.values()):
@@ -177,7 +195,7 @@ def _better_skipped(module: nn.Module, method: Method, config: Any) -> str | Non
     if method.is_target(module):
         return method.skip_reason(module, config)
     if holds_numbers(getattr(module, "weight", None)):
-        return f"is a {type(module).__name__}, a linear with a forward of its own"
+        return f"is a {type(module).__name__}, a linear with a forward or methods of its own"
     return None
 
 
@@ -195,6 +213,16 @@ def linear_method(module: nn.Module) -> Method | None:
 def dense_parts(model: nn.Module) -> set[nn.Module]:
     """Return the plain linears inside layers of methods, which are parts of these and not linears of the model."""
     return set(filter(None, map(dense_part, model.modules())))
+
+
+HOOKED = "has hooks, parametrizations or a patched forward, which a swap would lose; augment the model first"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_pre_hooks")
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether something was put on a module itself: hooks, parametrizations, a forward (as accelerate does)."""
+    own = vars(module)
+    return is_parametrized(module) or "forward" in own or any(own[kind] for kind in _HOOKS)
 
 
 def holds_numbers(weight: Any) -> bool:

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from transformers.distributed import DistributedConfig
 
 import nonlinear_lowrank as nlr
@@ -63,6 +64,18 @@ def of(*modules):
     return lambda: nn.Sequential(*modules)
 
 
+def patched():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    before = model[0].forward
+    model[0].forward = lambda x: 3 * before(x)
+    return model
+
+
+def made_for_inference():
+    with torch.inference_mode():
+        return nn.Sequential(nn.Linear(4, 4))
+
+
 def cross_attending_sine():
     model = cross_attending()
     nlr.augment(model, nlr.SineLowRankConfig(rank=4, omega=30), verbose=False)
@@ -105,7 +118,11 @@ REFUSED = [
     (FAMILIES["llama"], rational(7), r"groups=7 do not divide the 48 channels of model\.layers\.0\.mlp"),
     (FAMILIES["glm"], rational(32), "groups=32 do not divide the 48 channels"),  # 96 are gate and value
     (ALL["convnext"], rational(48), "=48 do not divide the 64 channels of .*, or leave it out with"),
-    (hooked, rational(), r"layers\.1\.mlp\.act_fn has hooks or parametrizations"),
+    (hooked, rational(), r"layers\.1\.mlp\.act_fn has hooks, parametrizations or"),
+    (patched, (nlr.NobleConfig(rank=2), {}), "0 has hooks, parametrizations or a patched forward"),
+    (made_for_inference, (nlr.NobleConfig(rank=2), {}), r"0 was made inside torch.inference_mode\(\)"),
+    (of(nn.LazyLinear(4)), (nlr.NobleConfig(rank=2), {}), "lazy layers.*; run one batch through it first"),
+    (lambda: nn.Linear(4, 4), (nlr.NobleConfig(rank=2), {}), "it is a linear itself; put it into a module"),
     (FAMILIES["llama"], rational(include="typo"), r"'typo' matches no activation's whole name; they are model\."),
     (FAMILIES["llama"], rational(include="("), "not a regular expression"),
     (FAMILIES["llama"], rational(exclude=".*act_fn"), r"nothing to swap in this LlamaForCausalLM: .*\(in exclude\)"),
@@ -126,10 +143,11 @@ REFUSED = [
 @pytest.mark.parametrize(("make", "change", "words"), REFUSED)
 def test_refusals_are_one_line_and_change_nothing(make, change, words):
     model, (config, choice) = make(), change
-    modules, state = list(model.modules()), copy.deepcopy(model.state_dict())
+    modules, lazy = list(model.modules()), any(map(is_lazy, model.parameters()))
+    state = {} if lazy else copy.deepcopy(model.state_dict())
     assert_refused(words, nlr.augment, model, config, **choice, verbose=False)
     assert all(ours is theirs for ours, theirs in zip(model.modules(), modules, strict=True))
-    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    assert lazy or all(torch.equal(state[key], value) for key, value in model.state_dict().items())
 
 
 # config: {tensor: (role, whether it decays, whether Muon takes it)}

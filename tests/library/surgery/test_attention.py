@@ -297,3 +297,17 @@ def test_what_cannot_be_unfused_is_skipped_by_name(make, why):
     found = {name: reason for name, reason in report.skipped.items() if not name.endswith("out_proj")}
     assert found
     assert all(name.endswith("attention") and why in reason for name, reason in found.items())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [NOBLE, nlr.SineLowRankConfig(rank=2, omega=30), nlr.NonlinearQueryConfig(), nlr.QKNormConfig()],
+    ids=lambda each: each.method,
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_an_encoder_evaluates_what_it_trains(config, first):
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 32, dropout=0.0, batch_first=True, norm_first=first)
+    model, x = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(BATCH, LENGTH, WIDTH)
+    nlr.augment(model, config, verbose=False)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(x), model.train()(x))

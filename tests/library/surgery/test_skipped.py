@@ -66,6 +66,21 @@ class Router(nn.Linear):
         return y.softmax(-1), y
 
 
+class Dropping(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, nn.functional.dropout(self.weight, 0.5, self.training), self.bias)
+
+
+class Masked(nn.Linear):
+    def forward(self, x, mask=None):
+        return super().forward(x)
+
+
+class Extended(nn.Linear):
+    def twice(self, x):
+        return 2 * self(x)
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -90,8 +105,16 @@ MODELS = {
     "subclasses": (
         lambda: nn.ModuleDict({"same": Same(16, 16), "free": Same(16, 16, bias=False), "router": Router(16, 8)}),
         ["same", "free"],
-        {"router": "is a Router, a linear with a forward of its own"},
+        {"router": "is a Router, a linear with a forward or methods of its own"},
         r"router is a .*Router, which .* cannot replace",
+    ),
+    "not plain": (
+        lambda: nn.ModuleDict(
+            {"same": Same(16, 16), "a": Dropping(16, 16), "b": Masked(16, 16), "c": Extended(16, 16)}
+        ),
+        ["same"],
+        {name: "a linear with a forward or methods of its own" for name in "abc"},
+        r"a is a .*Dropping, which .* cannot replace",
     ),
     "small": (
         lambda: nn.ModuleDict({"wide": nn.Linear(32, 32), "gate": nn.Linear(32, 1), "narrow": nn.Linear(32, 4)}),
@@ -236,3 +259,19 @@ def test_experts_held_as_tensors_are_listed_and_counted(capfd):
 def test_all_linear_says_that_experts_get_no_adapter():
     with pytest.warns(UserWarning, match=r"the experts in model\.layers\.\*\.mlp\.experts, \d+ % of the model's param"):
         get_peft_model(_mixture(), nlr.NobleAdapterConfig(r=2, target_modules="all-linear"))
+
+
+def test_linears_that_share_a_weight_keep_it():
+    def make():
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+        model[2].weight = model[0].weight
+        return model
+
+    beside, replaced = make(), make()
+    nlr.augment(beside, nlr.NobleConfig(rank=4), verbose=False)
+    assert beside[0].weight is beside[2].weight
+    report = nlr.augment(replaced, nlr.SineLowRankConfig(rank=4, omega=30), verbose=False)
+    assert (report.swapped, report.skipped) == (
+        ["1"],
+        {"0": "shares its weight with 2", "2": "shares its weight with 0"},
+    )
