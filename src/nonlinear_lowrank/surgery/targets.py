@@ -54,7 +54,7 @@ def output_head_names(model: nn.Module) -> dict[str, str]:
 def _tied_linears(model: nn.Module) -> dict[str, str]:
     """Return modules of which two hold one weight, which layers in their place would not: {name: why}."""
     first: dict[int, str] = {}
-    found = {}
+    found: dict[str, str] = {}
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
         if weight is not None and (other := first.setdefault(id(weight), name)) != name:

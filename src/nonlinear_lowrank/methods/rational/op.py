@@ -121,7 +121,8 @@ def rational_anchored(
     Bit-equal to f(x) where the coefficients are the base's: both are evaluated by the same operations, and the
     difference is taken before f is added. The base, a fit of f (`formula`, one of `reference.FORMULAS`) in the same
     form, has G rows or one, and no gradient. f is rounded as in the layout of the tensor
-    whose dimension `channel_dim` was moved to the end for x. Outside the limits of `tails` the difference stays what it is there.
+    whose dimension `channel_dim` was moved to the end for x. Outside the limits of `tails` the difference stays what it
+    is there.
 
     Raises:
         UserError: as `rational`, or an unknown formula.
