@@ -113,7 +113,7 @@ MODELS = {
             {"same": Same(16, 16), "a": Dropping(16, 16), "b": Masked(16, 16), "c": Extended(16, 16)}
         ),
         ["same"],
-        {name: "a linear with a forward or methods of its own" for name in "abc"},
+        dict.fromkeys("abc", "a linear with a forward or methods of its own"),
         r"a is a .*Dropping, which .* cannot replace",
     ),
     "small": (
