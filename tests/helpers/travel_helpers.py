@@ -1,9 +1,10 @@
 """Tiny models with every method, for what happens to them outside this package: their files, exported programs."""
 
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification, AutoModelForSeq2SeqLM
 
 import nonlinear_lowrank as nlr
 from family_helpers import FAMILIES as EVERY_FAMILY
@@ -51,7 +52,10 @@ CASES = [(row, name) for row, (names, _) in ROWS.items() for name in names]
 
 def prepared(row, name):
     """The model of a case, no tensor at a default, an input and the logits for it."""
-    model = MODELS[name][0]().eval()
+    plain = MODELS[name][0]()
+    with TemporaryDirectory() as folder:  # a config that was read has its type on itself, not of its class alone
+        plain.config.save_pretrained(folder)
+        model = type(plain)(AutoConfig.from_pretrained(folder)).eval()
     for config in ROWS[row][1]:
         nlr.augment(model, config, split_fused=row.startswith("split"), verbose=False)
     inputs = batch(randomised(model, 0.05))

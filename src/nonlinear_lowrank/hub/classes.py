@@ -484,6 +484,7 @@ def make_saveable(model: nn.Module, entry: dict[str, Any]) -> None:
         plain: Any = type(plain_config)
         model_class: Any = type(model)
         config.__class__, twin = register(plain), twin_of(model_class, plain)
+        vars(config).pop("model_type", None)  # the plain one, of a config that was read from a file
         # transformers keeps which outputs (hidden states, ...) a model can record under the class's name.
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(twin), model._can_record_outputs)
         model.__class__ = twin
