@@ -163,6 +163,10 @@ def random_inputs(model: Any) -> dict[str, Tensor]:
         tokens = torch.randint(text.vocab_size, (_SEQUENCES, length), device=model.device)
         inputs["input_ids"] = tokens.masked_fill(tokens == image_token, 0) if image_token is not None else tokens
         if config.is_encoder_decoder:
+            if isinstance(end := config.eos_token_id, int) and end < text.vocab_size:
+                # Classifiers read the state of the one end token that each sequence has.
+                tokens[tokens == end] = (end + 1) % text.vocab_size
+                tokens[:, -1] = end
             inputs["decoder_input_ids"] = inputs["input_ids"].flip(0)
     if "pixel_values" in names:
         vision = getattr(config, "vision_config", config)

@@ -29,7 +29,10 @@ _AUTO = {
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
     "FEATURE_EXTRACTION": "AutoModel",
 }
-_HEADS = {f"base_model.model.{head}.weight" for head in ("classifier", "score", "classifier.out_proj")}
+_HEADS = {
+    f"base_model.model.{head}.weight"
+    for head in ("classifier", "score", "classifier.out_proj", "classification_head.out_proj")
+}
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
@@ -190,11 +193,19 @@ def load_causal_adapter(path: str | Path, *, base: str | None = None, **kwargs: 
         model = load_model(named, **kwargs)
     else:
         model = _from_hub(named, folder, kwargs)
-    rows = model.get_input_embeddings().weight.shape[0]
-    if (folder / "tokenizer_config.json").is_file() and len(tokenizer := load_tokenizer(folder)) > rows:
-        # Tokens were added for tuning; the adapter brings them.
-        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    make_room(model, folder)
     return put_adapter(model, folder, base=named)
+
+
+def make_room(model: Any, folder: Path) -> None:
+    """Give a model rows for the tokens that were added for tuning; the adapter in the folder brings them."""
+    embedding: Any = model.get_input_embeddings()
+    name = next((name for name, module in model.named_modules() if module is embedding), "")
+    shapes = tensor_shapes(folder / ADAPTER_WEIGHTS)
+    brought = (shapes.get(f"base_model.model.{name}.{end}") for end in ("weight", "base_layer.weight"))
+    rows = next((shape[0] for shape in brought if shape), 0)
+    if rows > getattr(embedding, "num_embeddings", rows):
+        model.resize_token_embeddings(rows, mean_resizing=False)
 
 
 def put_adapter(model: Any, path: str | Path, *, base: str = "the model") -> Any:

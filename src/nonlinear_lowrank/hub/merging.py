@@ -31,6 +31,7 @@ from .loading import (
     head_labels,
     is_mergeable,
     load_model,
+    make_room,
     quiet_loading,
 )
 from .registration import FIELD
@@ -203,19 +204,25 @@ def _adapted(
     """
     from peft import PeftModel
 
-    load: Any = load_model
     options: dict[str, Any] = {}
     if (known := getattr(transformers, base_class(config), None)) is not None:
-        load, options = known.from_pretrained, {"use_safetensors": True, "trust_remote_code": False}
+        options = {"use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
         options |= {"revision": config["revision"]} if config.get("revision") else {}
         if (labels := head_labels(folder)) is not None:
             options |= {"num_labels": labels, "ignore_mismatched_sizes": True}  # the adapter brings the head
+
+    def load(dtype: str) -> tuple[Any, Mapping[str, Any]]:
+        if known is None:
+            return load_model(named, dtype=dtype, **options), {}
+        loaded: tuple[Any, Mapping[str, Any]] = known.from_pretrained(named, dtype=dtype, **options)
+        return loaded
+
     if (folder / BASE).is_dir() and Path(named) != folder / BASE:  # --base names the encoder of a mean-pooled model
         options["encoder_checkpoint"], named = named, str(folder / BASE)
     try:
         with quiet_loading(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # see _untie
-            model = load(named, dtype="auto", **options)
+            model, info = load("auto")
             main, types = None, {}
             if getattr(model.config, "quantization_config", None) is None:
                 main = model.dtype if dtype == "auto" else getattr(torch, dtype)
@@ -225,12 +232,27 @@ def _adapted(
                 model.to(torch.promote_types(torch.promote_types(model.dtype, main), torch.float32))
             elif dtype != "auto":  # of what is not quantized
                 del model
-                model = load(named, dtype=dtype, **options)
-            return PeftModel.from_pretrained(model, str(folder)).eval(), main, types
+                model, info = load(dtype)
+            make_room(model, folder)
+            adapted = PeftModel.from_pretrained(model, str(folder)).eval()
     except UserError as error:
         raise UserError(f"{folder} does not fit {named}: {error}") from error
     except BUILD_ERRORS as error:
         raise UserError(f"{folder} does not fit {named}, or {named} is not there: {one_line(error)}") from error
+    _check_complete(adapted, info, named)
+    return adapted, main, types
+
+
+def _check_complete(adapted: Any, info: Mapping[str, Any], named: str) -> None:
+    """Raise UserError for tensors that loading drew at random, and that the adapter did not bring."""
+    drawn = {*info.get("missing_keys", ()), *(key for key, *_ in info.get("mismatched_keys", ()))}
+    kept = (name.replace(".base_layer.", ".") for name, _ in adapted.get_base_model().named_parameters())
+    if lost := sorted(drawn.intersection(kept)):
+        module = lost[0].partition(".")[0]
+        raise UserError(
+            f"the base {named} has no {lost[0]}, and the adapter does not bring it: tune with modules_to_save that "
+            f"also has {module!r}"
+        )
 
 
 def _untie(model: Any, folder: Path) -> bool:

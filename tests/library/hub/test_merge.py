@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from adapter_helpers import FAMILIES, PEFT_WARNINGS, ROWS, batch
 from cli_helpers import run
 from nonlinear_lowrank import SineLoraConfig, UserError
-from nonlinear_lowrank.hub import merging
+from nonlinear_lowrank.hub import load_model, merging
 from nonlinear_lowrank.hub.merging import merge_adapter
 from rounding_helpers import assert_close_by_norm
 
@@ -132,10 +132,10 @@ def test_merging_refuses_other_shared_weights(tmp_path, monkeypatch):
     load = hf.LlamaForCausalLM.from_pretrained.__func__
 
     def tied(cls, *args, **options):
-        model = load(cls, *args, **options)
-        attention = model.model.layers[0].self_attn
+        found = load(cls, *args, **options)
+        attention = found[0].model.layers[0].self_attn
         attention.o_proj.weight = attention.q_proj.weight
-        return model
+        return found
 
     monkeypatch.setattr(hf.LlamaForCausalLM, "from_pretrained", classmethod(tied))
     with pytest.raises(UserError, match=r"q_proj, whose weight .*o_proj has too; use the adapter unmerged"):
@@ -232,7 +232,59 @@ def _other_base(root):
     return _broken(root, base_model_name_or_path=str(root / "gpt2"))
 
 
+def _classifier(root, kind, *, whole=("classifier",), targets=("query_proj",)):
+    """Return an adapter on a new classifier of five labels above a backbone in `base`, an input and the logits."""
+    sizes = {"vocab_size": 64, "max_position_embeddings": 64, "pad_token_id": 0}
+    if kind == "deberta-v2":
+        sizes |= {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "pooler_hidden_size": 32}
+    else:
+        sizes |= {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "eos_token_id": 2}
+    hf.AutoModel.from_config(hf.AutoConfig.for_model(kind, **sizes)).save_pretrained(root / "base")
+    base = hf.AutoModelForSequenceClassification.from_pretrained(root / "base", num_labels=5)
+    config = SINE_LORA(r=2, task_type="SEQ_CLS", target_modules=list(targets), modules_to_save=list(whole))
+    model, ids = get_peft_model(base, config).eval(), torch.randint(3, 64, (2, 6))
+    ids[:, -1] = 2
+    with torch.no_grad():
+        logits = model(ids).logits
+    model.save_pretrained(root / "adapter")
+    return root / "adapter", ids, logits
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ("deberta-v2", ("pooler", "classifier"), ("query_proj",)),
+        ("bart", ("classification_head",), ("q_proj",)),
+    ],
+    ids=lambda kind: kind[0],
+)
+def test_merging_keeps_a_new_classifier(tmp_path, kind):
+    name, whole, targets = kind
+    adapter, ids, logits = _classifier(tmp_path, name, whole=whole, targets=targets)
+    merge_adapter(adapter, tmp_path / "out")
+    merged = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, logits)
+
+
+def test_merging_takes_tokens_that_were_added(tmp_path):
+    base = FAMILIES["llama"].make()
+    rows = base.config.vocab_size
+    base.save_pretrained(tmp_path / "base")
+    model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.resize_token_embeddings(rows + 3, mean_resizing=False)
+    config = SINE_LORA(r=2, task_type="CAUSAL_LM", modules_to_save=["embed_tokens", "lm_head"])
+    tuned, ids = get_peft_model(model, config).eval(), torch.tensor([[1, rows + 1, rows + 2, 4]])
+    with torch.no_grad():
+        logits = tuned(ids).logits
+    tuned.save_pretrained(tmp_path / "adapter")
+    merge_adapter(tmp_path / "adapter", tmp_path / "out")
+    with torch.no_grad():
+        torch.testing.assert_close(load_model(tmp_path / "out")(ids).logits, logits)
+
+
 REFUSED = {
+    "drawn": (lambda root: _classifier(root, "deberta-v2")[0], "modules_to_save that also has 'pooler'"),
     "noble": (lambda root: make_adapter(root, ROWS[0])[0], "NOBLE adapter, which cannot be merged"),
     "nan": (partial(_broken, change=lambda tensors: tensors[min(tensors)].fill_(float("nan"))), "not finite"),
     "half": (partial(_broken, change=lambda tensors: tensors.pop(min(tensors))), "another base model or config"),
