@@ -60,6 +60,11 @@ def test_targets_by_name_layer_and_exclusion():
         return set(model.base_model.report().swapped)
 
     assert found(target_modules=["act_fn"], layers_to_transform=[1]) == {"model.layers.1.mlp.act_fn"}
+    for linears in (["q_proj"], r".*q_proj", "all-linear", None):
+        options = {"lora_r": 2, "lora_target_modules": linears, "layers_to_transform": [1]}
+        model = get_peft_model(model_helpers.llama(), NoraConfig(groups=4, **options))
+        adapted = {name.split(".layers.")[1][0] for name, _ in model.named_parameters() if "lora_" in name}
+        assert adapted == {"1"}, linears
     assert found(exclude_modules=r".*layers\.0\..*") == {"model.layers.1.mlp.act_fn"}
     assert found(target_modules=r".*0\.mlp\.act_fn") == {"model.layers.0.mlp.act_fn"}
 

@@ -111,14 +111,16 @@ class NoraModel(AdapterModel):
         super()._prepare_model(peft_config, model)
 
     def _check_target_module_exists(self, peft_config: Any, key: str) -> Any:  # type: ignore[override]
-        everything = peft_config.target_modules == ALL_ACTIVATIONS
-        asked = _aimed(peft_config, {key.rpartition(".")[2]}) if everything else peft_config
+        everything, end = peft_config.target_modules == ALL_ACTIVATIONS, {key.rpartition(".")[2]}
+        asked = _aimed(peft_config, end) if everything else peft_config
         matched = check_target_module_exists(asked, key)
         site = self._survey.sites.get(key)
         if site and not (site.skipped and everything):
             return matched
         if self._linears is not None:
-            return check_target_module_exists(self._linears, key)
+            # By its end too: peft counts layers neither for expressions nor for whole names.
+            in_layers = check_target_module_exists(_aimed(self._linears, end), key)
+            return in_layers and check_target_module_exists(self._linears, key)
         return isinstance(matched, _ExcludedModule) and matched
 
     def targets(self, config: Any, model: nn.Module) -> dict[str, nn.Module]:
