@@ -218,6 +218,7 @@ def scales(model, name="default"):
         ({"rank_pattern": {"v_proj": 2}}, {1.0}),
         ({"lora_alpha": 8}, {2.0}),
         ({"lora_alpha": 8, "alpha_pattern": {"v_proj": 12}}, {2.0, 3.0}),
+        ({"rank_pattern": {"v_proj": 2}, "alpha_pattern": {r".*v_proj": 6}}, {1.0, 3.0}),
         ({"use_rslora": True}, {1.0}),
         ({"use_rslora": True, "lora_alpha": 8}, {4.0}),
     ],

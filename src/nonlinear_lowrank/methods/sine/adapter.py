@@ -99,8 +99,9 @@ class SineLoraConfig(NamedConfig, LoraConfig):
                 return r**0.5 if self.use_rslora else float(r)
 
             self.lora_alpha = alpha(self.r)
-            by_rank = {name: alpha(r) for name, r in (self.rank_pattern or {}).items()}
-            self.alpha_pattern = by_rank | (self.alpha_pattern or {})
+            given, by_rank = self.alpha_pattern or {}, self.rank_pattern or {}
+            # The user's come first: peft takes the first pattern that matches.
+            self.alpha_pattern = given | {name: alpha(r) for name, r in by_rank.items() if name not in given}
         for name in ("lora_alpha", "gain"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), above=0)
