@@ -207,7 +207,9 @@ def _with_names(group: Mapping[str, Any]) -> dict[str, Any]:
     return group
 
 
+_begun: WeakSet[Optimizer] = WeakSet()
 _checked: WeakSet[Optimizer] = WeakSet()
+_trained: WeakSet[nn.Module] = WeakSet()
 _warned: WeakSet[nn.Module] = WeakSet()
 
 
@@ -285,14 +287,21 @@ def _same(one: tuple[float, float], other: tuple[float, float]) -> bool:
     return any(other) and all(math.isclose(*pair, rel_tol=1e-6) for pair in zip(one, other, strict=True))
 
 
-def check_first_step(optimizer: Optimizer) -> None:
-    """Warn of what an optimizer trains against its role, at its first step; called before every one."""
+def check_first_steps(optimizer: Optimizer) -> None:
+    """Warn of what an optimizer trains against its role, and at its second step of branches that none trains; called
+    before every step."""
     if optimizer in _checked:
         return
-    _checked.add(optimizer)
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    if optimizer in _begun:  # and so have the others, where several train one model
+        _checked.add(optimizer)
+        _warn_of_untrained(held)
+        return
+    _begun.add(optimizer)
+    _trained.update(layer for layer, own in _branches() if any(id(each) in held for each in own))
     if sum(len(group["params"]) for group in optimizer.param_groups) < 2:
         return
-    _warn_of_bypassed(optimizer)
+    _warn_of_bypassed(held)
     found = mismatches(optimizer.param_groups)
     parts = []
     if lost := [each.role for each in found if each.lost]:
@@ -308,17 +317,35 @@ def check_first_step(optimizer: Optimizer) -> None:
         )
 
 
-def _warn_of_bypassed(optimizer: Optimizer) -> None:
+def _branches() -> list[tuple[Any, list[Tensor]]]:
+    """Return the living layers that go beside a dense part, with the trainable tensors of their branches."""
+    layers = [layer for layer in list(layers_alive) if dense_part(layer) is not None]
+    return [(layer, [each for each in layer.parameters(recurse=False) if each.requires_grad]) for layer in layers]
+
+
+def _warn_of_untrained(held: set[int]) -> None:
+    """Warn of branches in no optimizer, beside a dense weight in this one: it was made before the model's layers."""
+    left = [
+        layer
+        for layer, own in _branches()
+        if layer not in _trained and any(each.grad is not None for each in own) and id(layer.weight) in held
+    ]
+    if left:
+        warnings.warn(
+            f"{len(left)} branches are in no optimizer and are not trained: make the optimizer after nlr.augment, or "
+            "freeze them (requires_grad_(False))",
+            stacklevel=5,
+        )
+
+
+def _warn_of_bypassed(held: set[int]) -> None:
     """Warn of branches that got no gradient while the dense weights beside them did: nobody calls these layers.
 
     What `augment` reads in the code of a model's forward is known before; this also finds what that does not show.
     """
-    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
     bypassed = []
-    for layer in list(layers_alive):
-        if dense_part(layer) is None:
-            continue
-        own = [each for each in layer.parameters(recurse=False) if each.requires_grad and id(each) in held]
+    for layer, tensors in _branches():
+        own = [each for each in tensors if id(each) in held]
         if own and layer.weight.grad is not None and all(each.grad is None for each in own):
             bypassed.append(f"{type(layer).__name__} {layer.weight.shape[1]} -> {layer.weight.shape[0]}")
     if bypassed:

@@ -365,4 +365,4 @@ def _check_all_optimizers() -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not torch.compiler.is_compiling():
-        importlib.import_module("nonlinear_lowrank.optim").check_first_step(optimizer)
+        importlib.import_module("nonlinear_lowrank.optim").check_first_steps(optimizer)

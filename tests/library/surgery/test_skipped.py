@@ -1,6 +1,7 @@
 """Modules that `augment` skips, since a layer there would not act or cannot be, and its messages."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -259,6 +260,30 @@ def test_experts_held_as_tensors_are_listed_and_counted(capfd):
 def test_all_linear_says_that_experts_get_no_adapter():
     with pytest.warns(UserWarning, match=r"the experts in model\.layers\.\*\.mlp\.experts, \d+ % of the model's param"):
         get_peft_model(_mixture(), nlr.NobleAdapterConfig(r=2, target_modules="all-linear"))
+
+
+def test_branches_that_no_optimizer_trains_are_warned_of_once():
+    def steps(*optimizers):
+        for _ in range(3):
+            model(x).sum().backward()
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), torch.randn(2, 16)
+    early = torch.optim.SGD(model.parameters(), lr=1e-3)
+    nlr.augment(model, nlr.NobleConfig(rank=4), verbose=False)
+    with pytest.warns(UserWarning, match="2 branches are in no optimizer.*after nlr.augment") as warned:
+        steps(early)
+    assert len(warned) == 1
+    branches = [each for name, each in model.named_parameters() if ".noble_" in name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", nlr.LearningRateWarning)
+        steps(torch.optim.SGD([each.weight for each in model], lr=1e-3), torch.optim.SGD(branches, lr=1e-3))
+    for each in branches:
+        each.requires_grad_(False)
+        each.grad = None
+    steps(torch.optim.SGD([each.weight for each in model], lr=1e-3))
 
 
 def test_linears_that_share_a_weight_keep_it():
