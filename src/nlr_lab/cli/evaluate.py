@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -28,8 +29,8 @@ class EvaluateOptions:
     source: str | None = None
     """Text: a file, a folder or a data set's name, scored whole; default: the held-out text of the checkpoint's
     own recipe, unless --tasks are given."""
-    text_field: str = "text"
-    """Field of JSON lines, parquet and data sets that holds the text."""
+    text_field: str | None = None
+    """With --source: the field of JSON lines, parquet and data sets that holds the text; default: text."""
     sequence_length: int | None = None
     """Tokens per window of --source; default: the model's positions, at most 1024."""
     tasks: tuple[str, ...] = ()
@@ -38,14 +39,14 @@ class EvaluateOptions:
     winogrande_local, arc_easy_local, arc_challenge_local, openbookqa_local)."""
     data: str | None = None
     """The folder of the local tasks' files; with both kinds, it holds mmlu and commonsense."""
-    format: Literal["choices", "generate"] = "choices"
+    format: Literal["choices", "generate"] | None = None
     """Form of the local commonsense tests: choices compared by log-likelihood, as lm-eval does, or the
-    answer looked for in generated text, as LLM-Adapters, DoRA and the sine papers do."""
-    prompt: Literal["alpaca", "llm-adapters"] = "alpaca"
+    answer looked for in generated text, as LLM-Adapters, DoRA and the sine papers do; default: choices."""
+    prompt: Literal["alpaca", "llm-adapters"] | None = None
     """With --format generate: the prompt that the model was tuned with, that of nlr finetune or that of LLM-Adapters'
-    release, which is indented."""
-    beams: int = 4
-    """With --format generate: beams of the search; 1 is greedy."""
+    release, which is indented; default: alpaca."""
+    beams: int | None = None
+    """With --format generate: beams of the search; 1 is greedy; default: 4."""
     num_fewshot: int | None = None
     """Answered examples in front of each question; default: 5 for mmlu_local, else as the task has it."""
     split: Literal["dev", "test"] | None = None
@@ -96,10 +97,38 @@ def _check(options: EvaluateOptions) -> None:
             check_integer(f"--{name.replace('_', '-')}", value, minimum=least)
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise UserError(f"no such folder: {options.include_path} (--include-path)")
-    for name in ("include_path", "data", "num_fewshot", "limit", "format"):
-        if getattr(options, name) not in (None, "choices") and not options.tasks:
-            raise UserError(f"--{name.replace('_', '-')} does nothing without --tasks")
+    _check_useful(options)
     check_parent(options.out, "--out")
+
+
+def _check_useful(options: EvaluateOptions) -> None:
+    """Raise UserError for an option that would change nothing."""
+    local, commonsense, others = _sort_tasks(options.tasks)
+    examples = "another task: the local commonsense tests are asked without examples"
+    conditions: tuple[tuple[tuple[str, ...], object, str], ...] = (
+        # Options, what makes them act, and its words.
+        (("sequence_length", "text_field"), options.source, "--source"),
+        (("data", "format", "num_fewshot", "include_path", "limit"), options.tasks, "--tasks"),
+        (("data",), local, "a local task, such as mmlu_local or commonsense_local"),
+        (("format",), commonsense, "a local commonsense test, such as commonsense_local"),
+        (("prompt", "beams"), options.format == "generate", "--format generate"),
+        (("num_fewshot",), len(commonsense) < len(options.tasks), examples),
+        (("include_path",), others, "a task of its files or of lm-eval's among --tasks"),
+    )
+    for names, acts, needed in conditions:
+        for name in names:
+            if getattr(options, name) is not None and not acts:
+                raise UserError(f"--{name.replace('_', '-')} does nothing without {needed}")
+
+
+def _sort_tasks(tasks: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return the local tasks, the commonsense tests among them, and the tasks that are lm-eval's own."""
+    if not tasks:
+        return [], [], []
+    from nlr_lab.evaluation.local_tasks import COMMONSENSE_NAMES, is_local
+
+    local = [name for name in tasks if is_local(name)]
+    return local, [name for name in local if name in COMMONSENSE_NAMES], [name for name in tasks if name not in local]
 
 
 def _find_recipe(folder: Path) -> Any:
@@ -171,11 +200,12 @@ def _score_text_and_tasks(folder: Path, options: EvaluateOptions) -> dict[str, A
         from nlr_lab.evaluation.local_tasks import COMMONSENSE_NAMES
 
         limits: dict[str, Any] = {"limit": options.limit, "batch_size": options.batch_size}
-        asked, compared = local.split(COMMONSENSE_NAMES if options.format == "generate" else ())
+        form = options.format or "choices"
+        asked, compared = local.split(COMMONSENSE_NAMES if form == "generate" else ())
         scores: dict[str, Any] = {}
-        results["settings"] = {"num_fewshot": options.num_fewshot, **limits, "format": options.format}
+        results["settings"] = {"num_fewshot": options.num_fewshot, **limits, "format": form}
         if asked.tasks:
-            search: dict[str, Any] = {"prompt": options.prompt, "beams": options.beams}
+            search: dict[str, Any] = {"prompt": options.prompt or "alpaca", "beams": options.beams or 4}
             scores |= score_answers(model, tokenizer, asked, progress=_show_progress, **search, **limits)
             results["settings"] |= search
         if compared.tasks or named:
@@ -189,19 +219,13 @@ def _score_text_and_tasks(folder: Path, options: EvaluateOptions) -> dict[str, A
 
 def _find_tasks(options: EvaluateOptions) -> tuple[Any, list[str]]:
     """Return local tasks, with their rows read and checked, and the names that are lm-eval's own."""
-    from nlr_lab.evaluation.local_tasks import COMMONSENSE_NAMES, LocalTasks, find_local_tasks, is_local
+    from nlr_lab.evaluation.local_tasks import LocalTasks, find_local_tasks
 
-    own = [name for name in options.tasks if is_local(name)]
-    named = [name for name in options.tasks if name not in own]
-    if own and options.data is None:
-        raise UserError(f"{own[0]} reads its questions from files: name their folder with --data FOLDER")
-    if not own and options.data is not None:
-        raise UserError("--data does nothing without a local task, such as mmlu_local or commonsense_local")
-    if options.format == "generate" and not set(own) & set(COMMONSENSE_NAMES):
-        raise UserError("--format generate is for the local commonsense tests, such as commonsense_local")
-    if options.num_fewshot is not None and set(options.tasks) <= set(COMMONSENSE_NAMES):
-        raise UserError("--num-fewshot does nothing here: the local commonsense tests are asked without examples")
-    return (find_local_tasks(own, options.data or "", shots=options.num_fewshot) if own else LocalTasks()), named
+    local, _, others = _sort_tasks(options.tasks)
+    if local and options.data is None:
+        raise UserError(f"{local[0]} reads its questions from files: name their folder with --data FOLDER")
+    found = find_local_tasks(local, options.data or "", shots=options.num_fewshot) if local else LocalTasks()
+    return found, others
 
 
 def _show_progress(done: int, total: int) -> None:
@@ -215,7 +239,7 @@ def _score_text(model: Any, tokenizer: Any, options: EvaluateOptions) -> Any:
 
     longest = getattr(model.config, "max_position_embeddings", None) or 1024
     length = options.sequence_length or max(2, min(longest, 1024))
-    documents = Corpus(source=options.source or "", text_field=options.text_field).documents()
+    documents = Corpus(source=options.source or "", text_field=options.text_field or "text").documents()
     sizes: dict[str, Any] = {"sequence_length": length, "batch_size": options.batch_size}
     try:
         return score_documents(model, tokenizer, documents, separator=tokenizer.eos_token, **sizes)
