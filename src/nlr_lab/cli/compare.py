@@ -28,6 +28,11 @@ class _Options:
     max_minutes: float | None = None
     """End within so many minutes, the report included: no seed is begun that would not, and where not even one would,
     all runs are shortened to fewer steps, which the report says."""
+    reference: str | None = None
+    """Name of the arm that the table compares with; default: the first, of fields the first dense one."""
+    workers: int | None = None
+    """So many runs side by side, on this machine's GPUs or cores, or on the Ray cluster that RAY_ADDRESS names (needs
+    the extra "ray"); more of them than GPUs share these. Default: one after another."""
     resume: FlagCreatePairsOff[bool] = False
     """Go on with the runs that are missing in --out."""
     overwrite: FlagCreatePairsOff[bool] = False
@@ -45,11 +50,6 @@ class CompareOptions(_Options):
     moe:match=noble-r64,experts=8,active=2 (experts in place of the MLPs, as many FLOPs per token), any of them with
     optimizer=muon, or your own module:function (model in, model out). Of a pretrained model: full, head, lora:r=4,
     dora:r=4, peanut:r=4, sine-lora:r=4,omega=200,grid=1e-4/3e-4, sine-dora, nora:r=2, nora++, noble-adapter:r=16."""
-    reference: str | None = None
-    """Name of the arm that the table compares with; default: the first."""
-    workers: int | None = None
-    """So many runs side by side, on this machine's GPUs or cores, or on the Ray cluster that RAY_ADDRESS names (needs
-    the extra "ray"); more of them than GPUs share these. Default: one after another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +82,7 @@ def run_compare(arguments: list[str]) -> None:
     minutes = options.max_minutes
     if minutes is not None and not 0 < minutes < math.inf:
         raise UserError(f"--max-minutes must be above 0 and finite, got {minutes:g}; omit it for no limit")
-    names = ["arms", "seeds", "tune_lr", "timing_rounds", "resume", "overwrite"]
-    names += [] if fields else ["reference", "workers"]
+    names = ("arms", "seeds", "tune_lr", "timing_rounds", "reference", "workers", "resume", "overwrite")
 
     from nlr_lab.compare import compare
 

@@ -91,13 +91,15 @@ def test_comparison_resumes_with_data_that_were_moved(capsys, tmp_path, monkeypa
         return take(self, step)
 
     options = ("--arms", *ARMS, "--tune-lr", "--seeds", "1", "--timing-rounds", "0", "--save-every", "2")
-    command = ("compare", "image-demo", *SHORT, *options, "--out", tmp_path / "out")
+    reference = ("--reference", "sine-k1-w40-kaiming_zero")
+    command = ("compare", "image-demo", *SHORT, *options, *reference, "--out", tmp_path / "out")
     with monkeypatch.context() as patched:
         patched.setattr(Stepper, "take", stops)
         assert run(capsys, *command, "--source", tmp_path / "photo.png")[0] == 130
     assert list((tmp_path / "out").glob("**/step-000004"))
     (tmp_path / "photo.png").rename(tmp_path / "moved.png")
     succeed(capsys, *command, "--source", tmp_path / "moved.png", "--resume")
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["reference"] == reference[1]
 
 
 def test_reads_a_whole_photograph_as_it_is(tmp_path):

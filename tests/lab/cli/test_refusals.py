@@ -48,6 +48,8 @@ ROWS = [  # a command, and words of the line
     ("compare image-demo --max-minutes nan", "--max-minutes must be above 0 and finite"),
     ("compare image-demo --timing-rounds -1", "--timing-rounds must be an integer of at least 0"),
     ("compare image-demo --arms dense sine:rank=400,omega=3", "rank 400 saves no parameters"),
+    ("compare image-demo --reference sine", "there is no arm 'sine' to be the reference; there are dense, "),
+    ("compare image-demo --workers 0", "workers must be a positive integer, got 0"),
     ("plan llm-nothing", "unknown recipe"),
     ("plan 9b", "unknown size '9b'; there are 124m"),
     ("plan image-demo", "fits a field"),
