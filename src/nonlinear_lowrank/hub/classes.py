@@ -452,6 +452,8 @@ def _share_weight_conversions(base: str, twin: str) -> None:
 def _share_processors(base: Any, twin: Any) -> None:
     from transformers.models.auto import tokenization_auto as tokenizers
 
+    from .loading import quiet_loading
+
     special = configuration_auto.SPECIAL_MODEL_TYPE_TO_MODULE_NAME
     special[twin.model_type] = configuration_auto.model_type_to_module_name(base.model_type)
     if base.model_type in tokenizers.TOKENIZER_MAPPING_NAMES:
@@ -464,9 +466,10 @@ def _share_processors(base: Any, twin: Any) -> None:
         from transformers.models.auto import image_processing_auto, processing_auto
 
         mappings += [image_processing_auto.IMAGE_PROCESSOR_MAPPING, processing_auto.PROCESSOR_MAPPING]
-    for mapping in mappings:
-        if base in mapping:
-            mapping.register(twin, mapping[base], exist_ok=True)
+    with quiet_loading():  # without torchvision, transformers warns of the slower processor that it finds
+        for mapping in mappings:
+            if base in mapping:
+                mapping.register(twin, mapping[base], exist_ok=True)
 
 
 def make_saveable(model: nn.Module, entry: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import nonlinear_lowrank as nlr
-from cli_helpers import python_prints
+from cli_helpers import python_prints, run_python
 from model_helpers import FAMILIES, auto_class, batch, glm, llama, randomised
 from nonlinear_lowrank import hub
 from nonlinear_lowrank.hub import classes as hub_classes
@@ -158,6 +158,19 @@ def test_loading_takes_the_constructors_arguments(saved):
     assert loaded.embeddings.mask_token.isfinite().all()
     backbone = hf.AutoModel.from_pretrained(saved["vit"][0])
     assert backbone.embeddings.mask_token is None
+
+
+REGISTER = """
+import transformers
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
+from nonlinear_lowrank.hub.classes import register
+print(register(transformers.ViTConfig) in IMAGE_PROCESSOR_MAPPING)
+"""
+
+
+def test_registers_an_image_model_and_its_processors_quietly():
+    done = run_python(REGISTER)
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 @pytest.mark.parametrize("name", ["llama", "vit"])
