@@ -21,6 +21,7 @@ BENCHES = {
     "traffic": "Bytes and FLOPs that NOBLE adds to a step on a GPU, and times that follow, on paper.",
 }
 _TRAINING = ("step", "memory")
+_LISTS = {"all": "parts", "op": "operators", "kernels": "operators"}
 
 
 def run_bench(arguments: list[str]) -> None:
@@ -33,6 +34,8 @@ def run_bench(arguments: list[str]) -> None:
         print("\n".join(["usage: nlr bench WHAT ...", "", *lines, "", "nlr bench WHAT --help for its options"]))
         return
     what, *rest = arguments
+    if what in _LISTS and rest and not rest[0].startswith("-"):
+        raise UserError(f"unrecognized argument {rest[0]}; write nlr bench {what} --{_LISTS[what]} {rest[0]}")
     kind = "train" if what in _TRAINING else what.removesuffix("s")
     config_class: Any = getattr(settings, f"{kind.capitalize()}BenchConfig")
 

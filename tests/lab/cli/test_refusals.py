@@ -68,6 +68,7 @@ ROWS = [  # a command, and words of the line
     ("inspect wrong.json", "wrong.json"),
     ("bench stop", "unknown benchmark 'stop'"),
     ("bench", "nlr bench step"),
+    ("bench op noble", "unrecognized argument noble; write nlr bench op --operators noble"),
     ("bench step --modes fast", "--modes: invalid choice 'fast'"),
     ("bench kernels --operators tanh", "choose one of 'cosnet', 'rational', 'sine'"),
     ("bench kernels --capability 75", "--capability: invalid choice '75'"),
