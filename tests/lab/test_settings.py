@@ -123,6 +123,7 @@ WRONG = [
     (image_tokens, {"heads": 2, "rope_theta": 1.0}, "rope_theta"),
     (glue, {"task": "sst3"}, "unknown GLUE task 'sst3'; choose one of cola"),
     (InstructionData, {"template": "vicuna"}, "unknown template"),
+    (train, {"steps": -3}, "steps must be a positive integer, or 0 with epochs, got -3"),
     (train, {"epochs": 1, "steps": 0, "warmup_share": 0.1, "warmup_steps": 3}, "warmup_share"),
     (train, {"min_lr_share": 1.0}, "min_lr_share must be below 1"),
     (train, {"schedule": "constant", "min_lr_share": 0.1}, "of no use to schedule='constant'; omit it"),

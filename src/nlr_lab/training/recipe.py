@@ -103,10 +103,13 @@ class TrainConfig:
         object.__setattr__(self, "betas", tuple(self.betas))  # JSON turns tuples into lists
         least = dict.fromkeys(("batch_size", "gradient_accumulation", "keep_checkpoints", "log_every"), 1)
         least |= {name: 1 for name in ("threads", "eval_batch_size") if getattr(self, name) is not None}
-        least |= dict.fromkeys(("steps", "eval_every", "save_every"), int(self.epochs is None))
         least |= dict.fromkeys(("warmup_steps", "seed", "dataloader_workers"), 0)
         for name, minimum in least.items():
             check_integer(name, getattr(self, name), minimum=minimum)
+        for name in ("steps", "eval_every", "save_every"):
+            value = getattr(self, name)
+            if type(value) is not int or value < int(self.epochs is None):
+                raise UserError(f"{name} must be a positive integer, or 0 with epochs, got {value!r}")
         for name in ("lr", "epochs", "head_lr"):
             if name == "lr" or getattr(self, name) is not None:
                 check_number(name, getattr(self, name), above=0)
