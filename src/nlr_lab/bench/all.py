@@ -8,7 +8,7 @@ for an activation that reads and writes what GELU does, and for a tiny call the 
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from nlr_lab.runtime.tables import COLOURS, new_figure, number_table, render_tab
 from .decode import bench_decode
 from .op import bench_op
 from .result import BenchResult, Progress, Row
-from .settings import RIVALS, AllBenchConfig, DecodeBenchConfig, OpBenchConfig, TrainBenchConfig
+from .settings import RIVALS, AllBenchConfig, DecodeBenchConfig, OpBenchConfig, TimedConfig, TrainBenchConfig
 from .timing import Ratio, paired_ratio
 from .training import bench_step
 
@@ -150,7 +150,7 @@ class Summary:
 def bench_all(config: AllBenchConfig, *, progress: Progress = lambda line: None) -> Summary:
     """Measure the parts one after the other."""
     summary = Summary(config=config)
-    timed = {each: getattr(config, each) for each in ("rounds", "warmup", "clock", "threads", "device")}
+    timed = {each.name: getattr(config, each.name) for each in fields(TimedConfig)}
     for name in config.parts:
         part = PARTS[name]
         progress(f"{name}: {part.about}")

@@ -33,29 +33,6 @@ class KernelBenchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllBenchConfig:
-    """Settings of `nlr bench all`, of which those that other benchmarks have too mean the same."""
-
-    parts: tuple[Parts, ...] = get_args(Parts)
-    """Those that are measured, see `nlr_lab.bench.all`."""
-    rounds: int = 30
-    """Timed steps of each arm."""
-    warmup: int = 4
-    """Untimed steps of each arm; the first compiles."""
-    clock: Clock = "process"
-    """process: CPU seconds. wall: seconds passed. cuda: CUDA events."""
-    threads: int | None = 1
-    """CPU threads; None leaves torch's number."""
-    device: str = "cpu"
-    """cpu, cuda, or empty for the GPU if there is one."""
-    tiny: bool = False
-    """Toy sizes, whose times say nothing."""
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrafficBenchConfig:
     """Settings of `nlr bench traffic`: the paper's base model by default."""
 
@@ -113,15 +90,13 @@ def _check(config: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchConfig:
+class TimedConfig:
     """Settings of every timed benchmark. Integers must be positive, and values of a tuple different, at least one.
 
     Raises:
         UserError: a value is out of range, there is no such device, or the clock is not the device's.
     """
 
-    modes: tuple[Mode, ...] = ("compiled", "eager")
-    """eager, compiled (torch.compile) or graphs (torch.compile with CUDA graphs, "reduce-overhead")."""
     rounds: int = 30
     """Timed steps of each arm."""
     warmup: int = 4
@@ -132,12 +107,6 @@ class BenchConfig:
     """CPU threads; None leaves torch's number."""
     device: str = "cpu"
     """cpu, cuda, or empty for the GPU if there is one."""
-    width: int = 512
-    """d, the model width; of a single operator the inputs of the linear."""
-    hidden: int = 1376
-    """Width of the gated feed-forward; of a single operator the outputs of the linear, and channels."""
-    ranks: tuple[int, ...] = (32, 64)
-    """r, each an arm of its own."""
 
     def __post_init__(self) -> None:
         from nlr_lab.runtime.environment import choose_device
@@ -146,6 +115,33 @@ class BenchConfig:
         object.__setattr__(self, "device", str(choose_device(self.device)))
         if self.clock == "cuda" and not self.device.startswith("cuda"):
             raise UserError(f"the clock 'cuda' is for --device cuda; use 'process' or 'wall' on {self.device}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllBenchConfig(TimedConfig):
+    """Settings of `nlr bench all`."""
+
+    parts: tuple[Parts, ...] = get_args(Parts)
+    """Those that are measured, see `nlr_lab.bench.all`."""
+    tiny: bool = False
+    """Toy sizes, whose times say nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig(TimedConfig):
+    """Settings of a benchmark of one size."""
+
+    modes: tuple[Mode, ...] = ("compiled", "eager")
+    """eager, compiled (torch.compile) or graphs (torch.compile with CUDA graphs, "reduce-overhead")."""
+    width: int = 512
+    """d, the model width; of a single operator the inputs of the linear."""
+    hidden: int = 1376
+    """Width of the gated feed-forward; of a single operator the outputs of the linear, and channels."""
+    ranks: tuple[int, ...] = (32, 64)
+    """r, each an arm of its own."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if max(self.ranks) >= min(self.width, self.hidden):
             raise UserError(f"rank {max(self.ranks)} is not low; choose ranks below {min(self.width, self.hidden)}")
 

@@ -73,6 +73,7 @@ ROWS = [  # a command, and words of the line
     ("bench kernels --operators tanh", "choose one of 'cosnet', 'rational', 'sine'"),
     ("bench kernels --capability 75", "--capability: invalid choice '75'"),
     ("bench step --device tpu9", "tpu9"),
+    ("bench all --tiny --clock cuda", "the clock 'cuda' is for --device cuda; use 'process' or 'wall' on cpu"),
     ("bench step --out /no/such/folder/b.json", "/no/such/folder"),
     ("bench memory --picture /no/such/folder/b.png", "/no/such/folder"),
     ("bench kernels --picture k.png", "draws no picture"),
