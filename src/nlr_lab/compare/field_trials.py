@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nlr_lab.bench.timing import Clock, interleaved_step_times
-from nlr_lab.fields.fit import OF_PICTURES, RESULT, Stepper, build, fit, load_weights
+from nlr_lab.fields.fit import FREE, RESULT, Stepper, build, fit, load_weights
 from nlr_lab.fields.problem import FieldArm, FieldMethod, Problem
 from nlr_lab.fields.settings import FieldRecipe
 from nlr_lab.runtime.environment import choose_device, cpu_threads, many_compiled, told_of_memory
@@ -36,12 +36,7 @@ class FieldTrials(Trials):
     report = field_report
     timing_rounds = 20
     parts = ("problem", "train")
-    free = frozenset(
-        {
-            *("train.lr", "train.seed", "train.save_every", "train.keep_checkpoints", "train.threads", "train.device"),
-            *(f"problem.{name}" for name in OF_PICTURES),
-        }
-    )
+    free = FREE | {"train.lr", "train.seed"}
 
     def __init__(self, recipe: FieldRecipe) -> None:
         super().__init__(recipe)

@@ -30,6 +30,7 @@ from nlr_lab.training.run import (
     run_training,
     training_arguments,
 )
+from nlr_lab.training.run_folder import FREE
 from nonlinear_lowrank.analysis.cost import active_parameters, model_cost
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.sine import SineLowRankLinear
@@ -173,13 +174,7 @@ class ModelTrials(Trials):
     report = report
     timing_rounds = 30
     parts = ("task", "train")
-    free = frozenset(
-        {
-            *("train.lr", "train.seed", "train.save_every", "train.keep_checkpoints", "train.log_every"),
-            *("train.tracker", "train.threads", "train.gradient_accumulation", "train.eval_batch_size"),
-            *("train.dataloader_workers", "task.text.cache_dir", "task.tokens.cache_dir"),
-        }
-    )
+    free = FREE | {"train.lr", "train.seed"}
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)

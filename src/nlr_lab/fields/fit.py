@@ -53,16 +53,19 @@ from .problem import FieldMethod, Problem
 from .settings import FitConfig
 
 SETTINGS, RESULT = "fit.json", "result.json"
-OF_PICTURES = ("frames", "frame_downscale", "picture_height", "azimuth", "elevation", "up", "mesh_resolution")
-"""Settings of a problem that change its pictures and meshes and no number."""
+_OF_PICTURES = ("frames", "frame_downscale", "picture_height", "azimuth", "elevation", "up", "mesh_resolution")
+FREE = frozenset(
+    {
+        *("train.save_every", "train.keep_checkpoints", "train.threads", "train.device"),
+        *(f"problem.{name}" for name in _OF_PICTURES),
+    }
+)
+"""Settings of a recipe that change no number of a fit, or only by rounding: those of pictures and meshes too."""
+# A resumed fit may also read its data from elsewhere.
+_FREE = FREE | {"problem.name", "problem.source"}
 
 # SETTINGS last: while it is there, the folder can still be resumed or overwritten.
 _OURS = (RESULT, LOG, "model", "pictures", "checkpoints", SETTINGS)
-# Settings that a resumed fit may have otherwise: they change no number, or only by rounding; where the data lie.
-_FREE = {
-    *("train.save_every", "train.keep_checkpoints", "train.threads", "train.device", "problem.name", "problem.source"),
-    *(f"problem.{name}" for name in OF_PICTURES),
-}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,13 +37,16 @@ RECIPE, DATA, RESULT, MODEL = "recipe.json", "data.json", "result.json", "model"
 # RECIPE goes last: while it is there, the folder can still be resumed or overwritten.
 _OURS = (RESULT, LOG, MODEL, "checkpoints", "tensorboard", DATA, RECIPE)
 
-# Fields that a resumed run may have otherwise: they change no number, only by rounding, or those of comparisons.
-_FREE = {
-    *("name", "description", "arm.name", "train.save_every", "train.keep_checkpoints", "train.log_every"),
-    *("train.tracker", "train.threads", "train.gradient_accumulation", "train.eval_batch_size"),
-    *("train.dataloader_workers", "task.text.cache_dir", "task.tokens.cache_dir", "arm.grid"),
-    *("arms", "seeds", "tune_lr"),
-}
+FREE = frozenset(
+    {
+        *("train.save_every", "train.keep_checkpoints", "train.log_every", "train.tracker", "train.threads"),
+        *("train.gradient_accumulation", "train.eval_batch_size", "train.dataloader_workers"),
+        *("task.text.cache_dir", "task.tokens.cache_dir"),
+    }
+)
+"""Settings of a recipe that change no number of a run, or only by rounding."""
+# A resumed run may have other names too, and other settings of comparisons.
+_FREE = FREE | {"name", "description", "arm.name", "arm.grid", "arms", "seeds", "tune_lr"}
 
 
 class RunFolder:
