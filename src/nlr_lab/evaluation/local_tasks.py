@@ -6,12 +6,7 @@ for `score_answers` it stays as it is.
 """
 
 import difflib
-import gzip
-import hashlib
-import json
-import lzma
 import re
-import zlib
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -20,8 +15,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from nlr_lab.tasks.text.data import json_records
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import one_line
+from nonlinear_lowrank.hub.storage import hash_file
 
 MMLU = "mmlu_local"
 COMMONSENSE = "commonsense_local"
@@ -32,8 +28,6 @@ SUBJECTS = {subject: count for subjects in CATEGORIES.values() for subject, coun
 MMLU_NAMES = (MMLU, *(f"{MMLU}_{part}" for part in (*CATEGORIES, *SUBJECTS)))
 COMMONSENSE_NAMES = (COMMONSENSE, *TESTS)
 _ENDINGS = ("jsonl", "jsonl.xz", "jsonl.gz", "json", "json.xz", "json.gz")
-_DECOMPRESS: dict[str, Any] = {".xz": lzma.decompress, ".gz": gzip.decompress}
-_DAMAGED = (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +139,7 @@ def find_local_tasks(names: Sequence[str], folder: str | Path, *, shots: int | N
 
 @dataclass(frozen=True)
 class _Row:
-    """One object of a file; `place` is "FILE line 3" or, in a JSON array, "FILE row 3", counted from one."""
+    """One object of a file; `place` is "FILE, line 3" or, in a JSON array, "FILE, record 3", counted from one."""
 
     place: str
     values: dict[str, Any]
@@ -166,33 +160,13 @@ def _find_file(folders: Sequence[Path], stems: Sequence[str]) -> Path | None:
 
 def _read_rows(path: Path) -> tuple[list[_Row], DataFile]:
     """Read all objects of JSON lines, or of a JSON array."""
-    try:
-        raw = path.read_bytes()
-        text = _DECOMPRESS.get(path.suffix, bytes)(raw).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text (byte {error.start})") from error
-    except _DAMAGED as error:
-        raise UserError(f"{path} is damaged or not whole: {one_line(error)}") from error
-    if text.lstrip().startswith("["):
-        values = [(f"{path} row {number}", value) for number, value in enumerate(_json(str(path), text), start=1)]
-    else:
-        # Not splitlines(): a JSON string may hold U+2028, which is no end of a line here.
-        lines = [(f"{path} line {number}", line) for number, line in enumerate(text.split("\n"), start=1)]
-        values = [(place, _json(place, line)) for place, line in lines if line.strip()]
-    for place, value in values:
-        if not isinstance(value, dict):
-            raise UserError(f"{place}: must be a JSON object, got {type(value).__name__}")
-    if not values:
+    rows = [_Row(*each) for each in json_records(path)]
+    for row in rows:
+        if not isinstance(row.values, dict):
+            raise UserError(f"{row.place}: must be a JSON object, got {type(row.values).__name__}")
+    if not rows:
         raise UserError(f"{path} has no rows")
-    file = DataFile(name=path.name, bytes=len(raw), sha256=hashlib.sha256(raw).hexdigest(), rows=len(values))
-    return [_Row(*each) for each in values], file
-
-
-def _json(place: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{place}: not JSON ({error})") from error
+    return rows, DataFile(name=path.name, bytes=path.stat().st_size, sha256=hash_file(path), rows=len(rows))
 
 
 def _find_mmlu(asked: set[str], folder: Path, shots: int) -> list[LocalTask]:

@@ -269,7 +269,7 @@ def test_a_malformed_row_is_named(tmp_path, name, changes, message):
     bad = {key: value for key, value in {**good, **changes}.items() if value is not None}
     path = write_lines(tmp_path / ("piqa.jsonl" if name == "piqa_local" else "test.jsonl"), [good, bad])
     write_lines(tmp_path / "dev.jsonl", mmlu_rows(["virology"], 5))
-    assert_refused(re.escape(f"{path} line 2: {message}"), find_local_tasks, [name], tmp_path)
+    assert_refused(re.escape(f"{path}, line 2: {message}"), find_local_tasks, [name], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -293,12 +293,12 @@ def test_missing_files_are_named(tmp_path, name, rows, message):
     ("name", "content", "message"),
     [
         ("piqa.jsonl", b"", "has no rows"),
-        ("piqa.jsonl", b'{"instruction": "a"', r"line 1: not JSON"),
-        ("piqa.jsonl", b"\n[1]\n", r"row 1: must be a JSON object, got int"),
+        ("piqa.jsonl", b'{"instruction": "a"', "line 1 is not JSON"),
+        ("piqa.jsonl", b"\n[1]\n", "record 1: must be a JSON object, got int"),
         ("piqa.jsonl", b"7\n", r"line 1: must be a JSON object, got int"),
-        ("piqa.json", b'[{"a": 1}, ]', "not JSON"),
+        ("piqa.json", b'[{"a": 1}, ]', "piqa.json is not JSON"),
         ("piqa.jsonl", b"\xff\xfe", "is not UTF-8"),
-        ("piqa.jsonl.xz", lzma.compress(b"x" * 10_000)[:-8], "is damaged or not whole"),
+        ("piqa.jsonl.xz", lzma.compress(b"x" * 10_000)[:-8], "cannot read .*piqa.jsonl.xz"),
         ("piqa.jsonl.gz", b"no gzip", "piqa.jsonl.gz"),
     ],
 )

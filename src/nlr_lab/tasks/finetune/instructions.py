@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nlr_lab.tasks.task import Measure, Prepared, fingerprint, hold_out
-from nlr_lab.tasks.text.data import json_lines, library_sources, load_rows, parse_json, read_text
+from nlr_lab.tasks.text.data import json_records, library_sources, load_rows
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_choice, check_integer, require
 
@@ -166,9 +166,7 @@ def read_examples(source: str, template: str, rows: int | None = None) -> Iterat
     if source == "stdlib":
         records: Iterable[tuple[str, Any]] = (("stdlib", record) for record in _docstrings())
     elif path.is_file():
-        records = json_lines(path)
-        if (text := read_text(path)).lstrip().startswith("["):
-            records = ((f"{path}, record {n}", record) for n, record in enumerate(parse_json(text, str(path)), 1))
+        records = json_records(path)
     elif path.exists() or path.suffix in (".json", ".jsonl", ".xz") or source.startswith((".", "/", "~")):
         raise UserError(f"there is no instruction file {source!r}; give a .json or .jsonl file, or a dataset's name")
     else:

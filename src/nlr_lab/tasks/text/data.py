@@ -277,6 +277,16 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             yield f"{path}, line {number}", parse_json(line, f"{path}, line {number}")
 
 
+def json_records(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a JSON array, or else of JSON lines, with their places; raise UserError for what is none."""
+    first = next((line for _, line in lines(path) if line.strip()), "")
+    if not first.lstrip().startswith("["):
+        yield from json_lines(path)
+        return
+    for number, value in enumerate(parse_json(read_text(path), str(path)), 1):
+        yield f"{path}, record {number}", value
+
+
 def parse_json(text: str, place: str) -> Any:
     """Return the value of JSON; raise UserError where it is none, or holds half a character."""
     try:
