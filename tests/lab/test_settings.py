@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from nlr_lab.bench.settings import OpBenchConfig, TrainBenchConfig
+from nlr_lab.bench.settings import OpBenchConfig, TrafficBenchConfig, TrainBenchConfig
 from nlr_lab.evaluation.generation import Sampling
 from nlr_lab.fields.settings import FieldConfig, FitConfig, NerfSettings, OccupancySettings, RadianceConfig
 from nlr_lab.plan.estimate import PlanConfig
@@ -92,6 +92,7 @@ NAMED = [  # fields whose values are refused by a line that names the field
     (plan, {"gpus": (0,), "utilization": (1.5,), "memory": (NAN,), "steps": (0,)}),
     (step, {"ranks": ((), (0,)), "threads": (0,), "activation": ("step",)}),
     (OpBenchConfig, {"operators": (("sine", "sine"),)}),
+    (TrafficBenchConfig, {"utilization": (0.0,)}),
 ]
 WRONG = [
     *((make, {name: each}, name) for make, fields in NAMED for name, values in fields.items() for each in values),
@@ -131,6 +132,14 @@ WRONG = [
     (train, {"schedule": "wsd"}, "decay_share must be above 0"),
     (train, {"decay_share": 0.2}, "omitted with any other"),
     (train, {"schedule": "wsd", "decay_share": 0.5, "warmup_steps": 7}, "must not exceed steps (12) together"),
+    (train, {"compile_mode": "reduce-overhead"}, "set compile too"),
+    (train, {"compile_fullgraph": True}, "set compile too"),
+    (train, {"compile": True, "compile_mode": "fast"}, "compile_mode"),
+    (
+        train,
+        {"compile": True, "compile_mode": "max-autotune", "gradient_accumulation": 2},
+        "gradient_accumulation to 1",
+    ),
     (FitConfig, {"schedule": "exponential", "end": 0.0}, "end must be a share"),
     (nerf, {"downscale": 40}, "views of 1 x 1 pixels; SSIM needs 11 x 11"),
     (nerf, {"frame_downscale": 41}, "frames cannot be 41 times smaller"),
@@ -146,6 +155,7 @@ WRONG = [
     (step, {"clock": "cuda"}, "the clock 'cuda' is for --device cuda"),
     (step, {"methods": ("magic",)}, "unknown method 'magic'"),
     (OpBenchConfig, {"hidden": 32, "ranks": (4,), "groups": 7}, "7 groups do not divide 32"),
+    (TrafficBenchConfig, {"ranks": (1024,)}, "rank 1024 is not low"),
 ]
 
 

@@ -10,7 +10,6 @@ from nlr_lab.bench.settings import TrafficBenchConfig, TrainBenchConfig
 from nlr_lab.bench.traffic import STRUCTURES, Shape, bench_traffic, branch_kernels, optimizer_bytes
 from nlr_lab.bench.training import Stepper, bench_arms
 from nlr_lab.plan.presets import HARDWARE
-from nonlinear_lowrank.errors import UserError
 
 TINY = Shape(T=2, I=3, O=5, r=1)
 SMALL = TrafficBenchConfig(
@@ -89,12 +88,3 @@ def test_committed_figures_are_those_of_the_model():
     assert committed["config"] == found["config"]
     for one, other in zip(committed["rows"], found["rows"], strict=True):
         assert one == pytest.approx(other), "nlr bench traffic --out benchmarks/results/traffic.json"
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [({"hardware": "h1"}, "unknown hardware"), ({"utilization": 0.0}, "utilization"), ({"ranks": (64,)}, "not low")],
-)
-def test_refuses(change, words):
-    with pytest.raises(UserError, match=words):
-        replace(SMALL, **change)

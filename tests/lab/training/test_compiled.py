@@ -164,20 +164,6 @@ def test_a_broken_graph_ends_the_run_only_where_one_graph_is_asked_for(compiled,
     run_training(make_recipe(arm, **settings), tmp_path / "broken", prepared=FakeText(), quiet=True)
 
 
-@pytest.mark.parametrize(
-    ("settings", "hint"),
-    [
-        ({"compile_mode": "reduce-overhead"}, "set compile too"),
-        ({"compile_fullgraph": True}, "set compile too"),
-        ({"compile": True, "compile_mode": "fast"}, "compile_mode"),
-        ({"compile": True, "compile_mode": "max-autotune", "gradient_accumulation": 2}, "gradient_accumulation to 1"),
-    ],
-)
-def test_settings_of_torch_compile_that_do_not_go_together_are_refused(settings, hint):
-    with pytest.raises(UserError, match=hint):
-        make_recipe(**settings)
-
-
 def test_one_form_for_batches_of_all_lengths(compiled, tmp_path, monkeypatch):
     words = finetune_helpers.WORDS
     drawn = lambda *_: " ".join(random.choices(words, k=random.randint(1, 25)))  # noqa: E731

@@ -244,11 +244,6 @@ def test_the_released_shift_shares_a_between_groups(form, alpha, scale):
     torch.testing.assert_close(merged.rational_denominator, expected[1])
 
 
-def test_shift_alpha_is_refused_where_it_would_not_act():
-    with pytest.raises(UserError, match="shift_alpha is for tuning='shared'"):
-        NoraConfig(shift_alpha=4)
-
-
 @tunings
 def test_learning_rate_roles_and_decay(tuning):
     model, _ = adapted_mlp(dtype=torch.float32, tuning=tuning)

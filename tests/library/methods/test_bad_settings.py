@@ -3,6 +3,7 @@
 import pytest
 
 from nonlinear_lowrank import (
+    NobleAdapterConfig,
     NobleConfig,
     NonlinearQueryConfig,
     NoraConfig,
@@ -38,6 +39,18 @@ WRONG = {
         ({"fuse_shared_inputs": "off"}, "fuse_shared_inputs must be true or false"),
         ({"share_down": "q"}, "unknown share_down 'q'; choose one of none, qkv"),
         ({"fusion": "gated", "fuse_shared_inputs": True}, "needs fusion='add' and dropout=0"),
+        ({"bottleneck_bias": True, "activation": "gelu"}, "bottleneck_bias needs activation='cosine'"),
+        ({"expert_down": "all"}, "unknown expert_down 'all'; choose one of own, shared"),
+    ],
+    NobleAdapterConfig: [
+        ({"r": 0}, "r must be a positive integer"),
+        ({"r": True}, "r must be"),
+        ({"rank_pattern": {"x": -1}}, r"rank_pattern\['x'\]"),
+        ({"activation": "relu"}, "unknown activation 'relu'"),
+        ({"activation": "gelu", "depth": 3}, "depth 3"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"frequency_range": (2, 1)}, "frequency_range"),
+        ({"phase_lr": 0}, "phase_lr"),
     ],
     NonlinearQueryConfig: [
         ({"rank": 0}, "rank"),
@@ -87,6 +100,7 @@ WRONG = {
         ({"tuning": "constants", "form": "sum_of_abs"}, "has no b0"),
         ({"tuning": "gelu_init", "anchor": "exact"}, "drop one of them"),
         ({"init_std": 0}, "init_std must be"),
+        ({"shift_alpha": 4}, "shift_alpha is for tuning='shared'"),
         ({"lora_r": -1}, "lora_r must be"),
         ({"lora_sine": True}, "lora_sine is for NoRA"),
         ({"lora_target_modules": ["q_proj"]}, "lora_target_modules is for NoRA"),

@@ -501,5 +501,3 @@ def test_experts_that_cannot_have_a_branch_are_refused_by_name():
         nlr.augment(model, NobleConfig(rank=4))
     with pytest.raises(UserError, match=r"nothing to swap .*rank 500 is not low for 32 -> 96"):
         nlr.augment(FAMILIES["mixtral"].build(), NobleConfig(rank=500))
-    with pytest.raises(UserError, match="unknown expert_down 'all'; choose one of own, shared"):
-        NobleConfig(expert_down="all")

@@ -248,14 +248,3 @@ def test_arms_make_their_layers(text):
     assert found == [value] * (2 if field == "kind" else 4)
     if control:
         assert_refused(f"no setting '{field}'", Arm.parse, f"{text.partition(':')[0]}:{field}={value}")
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("identity-query:rank=4", "rank=4 does nothing"),
-        ("sine-lowrank:rank=2,include=nothing", "no linear's whole name"),
-    ],
-)
-def test_arms_that_cannot_be_are_refused(text, words):
-    assert_refused(words, lambda: Arm.parse(text).apply(FAMILIES["opt"]()))

@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM
 import model_helpers
 import nonlinear_lowrank as nlr
 from nonlinear_lowrank.methods.noble.checkpoint import load_released
-from refusals import assert_refused
 
 PARTS = {
     "cos": ("",),
@@ -127,9 +126,3 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_changes(change, wo
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], value) for name, value in before.items())
-
-
-def test_bottleneck_bias_needs_the_cosine():
-    assert_refused(
-        "bottleneck_bias needs activation='cosine'", nlr.NobleConfig, bottleneck_bias=True, activation="gelu"
-    )
