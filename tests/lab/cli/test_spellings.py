@@ -104,27 +104,6 @@ def test_a_length_is_that_of_the_file_that_it_changes(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("fit image-demo --method dense", "--method: use --arm"),
-        ("evaluate x --output y", "--output: use --out"),
-        ("bench step --output y", "--output: use --out"),
-        ("inspect --spectrum x --plot y", "--plot: use --picture"),
-        ("train llm-demo --bf16 true", "unrecognized argument true; what is on or off takes no value"),
-        ("train llm-demo --warmup-steps 400", "--warmup-steps (400) must not exceed steps (300)"),
-        ("train llm-demo --threads 0", "--threads must be a positive integer, got 0"),
-        ("convert --lrr 3 a b", "unrecognized argument --lrr"),
-        ("convert a b --no-overwite", "unrecognized argument --no-overwite; did you mean --overwrite?"),
-        ("train llm-demo --train.no-bf61", "unrecognized argument --train.no-bf61; did you mean --train.bf16?"),
-        ("evaluate x --text y", "--text: use --source"),
-        ("evaluate x --split valid", "--split: invalid choice 'valid'; choose one of 'dev', 'test', 'none'"),
-    ],
-)
-def test_words_of_errors_are_those_of_the_command_line(capsys, command, words):
-    assert words in refused(capsys, *command.split())
-
-
-@pytest.mark.parametrize(
     "command", ["compare llm-demo", "compare image-demo", "evaluate", "generate", "inspect", "plan"]
 )
 def test_help_shows_kinds_of_values_and_none(capsys, command):

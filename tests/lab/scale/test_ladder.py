@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import nlr_lab.scale.run as scale_run
-from cli_helpers import refused, run, succeed
+from cli_helpers import run, succeed
 from nlr_lab.recipes import get_recipe
 from nlr_lab.scale.ladder import SCALES, Rung, backbone, inner_parameters, scaled
 from nlr_lab.scale.run import run_ladder
@@ -96,27 +96,6 @@ def test_climbs_goes_on_and_judges_what_it_predicted(climbed, capsys, monkeypatc
     assert read(out / "results.json")["rungs"] == results["rungs"]
     longer = read(out / "predicted" / "w24-t0.1.json")
     assert (longer["losses"], longer["rates"].keys()) == ({}, {"plain", "noble"})
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--scale", "huge"], "unknown scale 'huge'; there are demo, small, gpu"),
-        (["--widths", "16", "16"], "widths needs at least one value, and none twice"),
-        (["--widths", "17"], "width 17 does not split into 1 heads of even size"),
-        (["--tokens", "0"], "tokens must be "),
-        (["--tokens", "0.001"], "give --tokens or --widths that make at least 10, or a smaller --batch-size"),
-        (["--tune-lr", "1e-3"], "needs at least two different learning rates"),
-        (["--arms", "baseline"], "a comparison needs at least two arms"),
-        (["--arms", "baseline", "nobel"], "unknown arm 'nobel'"),
-        (["--source", "none.txt"], "there is no file or folder 'none.txt'"),
-        (["--steps", "5"], "unrecognized argument --steps"),
-    ],
-)
-def test_refuses_in_one_line_and_writes_nothing(options, words, tmp_path, capsys):
-    error = refused(capsys, "scale", "--out", tmp_path / "out", "--cache-dir", tmp_path / "cache", *options)
-    assert words in error
-    assert not (tmp_path / "out").exists()
 
 
 def test_refuses_other_settings_data_and_folders(tmp_path):

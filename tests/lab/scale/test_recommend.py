@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import nonlinear_lowrank as nlr
-from cli_helpers import refused, succeed
+from cli_helpers import succeed
 from nlr_lab.recipes import get_recipe
 from nlr_lab.runtime.storage import read_json
 from nlr_lab.scale.ladder import inner_parameters
@@ -143,22 +143,3 @@ def test_command_of_a_trained_model_and_a_ladder_of_ones_own(capsys, tmp_path):
     out = succeed(capsys, "recommend", tmp_path / "model", *arguments, "--sequence-length", 16)
     assert "noble:rank_ratio=0.125" in out
     assert "linears score highest" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["image-demo"], "fits a field"),
-        (["lm-demo"], "unknown recipe"),
-        (["llm-demo", "--ladder", "nowhere"], "no ladder in nowhere"),
-        (["vit-demo"], "trains no causal language model"),
-        (["glue-minilm"], "trains no causal language model"),
-        (["mlm-demo"], "trains no causal language model"),
-        (["instruct-smollm2"], "trains no causal language model"),
-        (["llm-demo", "--budget", "much"], "write '5%'"),
-        (["llm-demo", "--tokens", "7"], "choose --tokens among 20"),
-        (["llm-demo", "--source", "nowhere.txt"], "no such file"),
-    ],
-)
-def test_wrong_input_is_refused_in_one_line(capsys, arguments, message):
-    assert message in refused(capsys, "recommend", *arguments)
