@@ -193,29 +193,6 @@ def test_bench_step_measures_and_records(capsys, tmp_path):
     assert len(json.loads((tmp_path / "b.json").read_text())["times"]["eager"]["baseline"]) == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--arm", "noble:rank=32"], ["rank"]),
-        (["--source", "short.txt"], ["short"]),
-        (["--tokenizer", "no/such/tokenizer"], ["no/such/tokenizer"]),
-        (["--resume", "--overwrite"], ["overwrite"]),
-    ],
-    ids=lambda value: "-".join(value),
-)
-@pytest.mark.parametrize("command", ["train", "compare"])
-def test_wrong_runs_are_refused_with_nothing_written(trained, capsys, monkeypatch, tmp_path, command, options, words):
-    _, usual = trained
-    (tmp_path / "short.txt").write_text("too few words")
-    monkeypatch.chdir(tmp_path)
-    before = sorted(tmp_path.rglob("*"))
-    if command == "compare" and options[0] == "--arm":
-        options = ["--arms", "baseline", options[1]]
-    err = refused(capsys, command, "llm-demo", "--out", "out", *usual, *options)
-    assert all(word in err for word in words), err
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 def truncate(model):
     data = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(data[: len(data) // 2])
