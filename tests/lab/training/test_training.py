@@ -82,22 +82,6 @@ def test_evaluation_is_the_mean_over_every_token(tmp_path, arm):
         assert losses[0] == pytest.approx(loss.item(), rel=1e-5)
 
 
-def test_roles_have_their_learning_rates(tmp_path):
-    recipe = make_recipe("noble:rank=4,lr=3e-3", save_every=1, keep_checkpoints=12, weight_decay=0.02)
-    train(tmp_path / "out", recipe)
-    model = recipe.arm.apply(recipe.task.build_model(TEXT, seed=0))
-    expected = {group["role"]: group for group in param_groups(model, 3e-3, 0.02, verbose=False)}
-    # The checkpoint of step k holds the rate of step k + 1: warm-up over two steps, then down to zero.
-    for step, factor in {1: 0.5, 2: 1.0, 7: 0.5, 12: 0.0}.items():
-        groups = json.loads((tmp_path / f"out/checkpoints/step-{step:06d}/state.json").read_text())["groups"]
-        assert {group["role"] for group in groups} == expected.keys()
-        for group in groups:
-            wanted = expected[group["role"]]
-            assert group["lr"] == pytest.approx(wanted["lr"] * factor, abs=1e-12)
-            assert (group["weight_decay"], group["betas"]) == (wanted["weight_decay"], [0.9, 0.98])
-            assert sorted(group["params"]) == sorted(name for name, _ in wanted["params"])
-
-
 @pytest.mark.parametrize(
     ("settings", "factors"),
     [
@@ -108,21 +92,27 @@ def test_roles_have_their_learning_rates(tmp_path):
             {"schedule": "wsd", "decay_share": 0.33, "steps": 0, "epochs": 1, "warmup_steps": 0, "warmup_share": 0.2},
             {1: 0.5, 2: 1.0, 8: 1.0, 10: 0.5, 12: 0.0},
         ),
+        ({"weight_decay": 0.02}, {1: 0.5, 2: 1.0, 7: 0.5, 12: 0.0}),
     ],
 )
 def test_learning_rates_follow_the_schedule(tmp_path, settings, factors):
-    """In every group, whatever its multiplier, and in a resumed run."""
+    """In every group, whatever its multiplier, and in a resumed run; the checkpoint of step k has step k + 1's rate."""
     recipe = make_recipe("noble:rank=4,lr=3e-3", save_every=1, keep_checkpoints=12, **settings)
     text = FakeText(train=48)
     train(tmp_path / "out", recipe, text)
     train(cut_back(tmp_path / "out", tmp_path / "cut", 7), recipe, text, resume=True)
     model = recipe.arm.apply(recipe.task.build_model(TEXT, seed=0))
-    peaks = {group["role"]: group["lr"] for group in param_groups(model, 3e-3, verbose=False)}
+    decay = recipe.train.weight_decay
+    expected = {group["role"]: group for group in param_groups(model, 3e-3, decay, verbose=False)}
     for step, factor in factors.items():
         for folder in ("out", *["cut"] * (step >= 7)):
             groups = json.loads((tmp_path / f"{folder}/checkpoints/step-{step:06d}/state.json").read_text())["groups"]
+            assert {group["role"] for group in groups} == expected.keys()
             for group in groups:
-                assert group["lr"] == pytest.approx(peaks[group["role"]] * factor, abs=1e-12), (folder, step)
+                wanted = expected[group["role"]]
+                assert group["lr"] == pytest.approx(wanted["lr"] * factor, abs=1e-12), (folder, step)
+                assert (group["weight_decay"], group["betas"]) == (wanted["weight_decay"], [0.9, 0.98])
+                assert sorted(group["params"]) == sorted(name for name, _ in wanted["params"])
 
 
 def test_compiled_run_is_the_same_with_plain_names(tmp_path, monkeypatch):
