@@ -198,10 +198,11 @@ def test_experts_take_no_mixed_batch():
 def test_merging_and_unmerging(row):
     before, model, inputs = two_adapters(row, torch.float64)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    adapted = logits(model, inputs)
+    adapted, bases = logits(model, inputs), [layer.get_base_layer() for layer in layers(model)]
     model.merge_adapter()
     assert_close_by_norm(logits(model, inputs), adapted)
     model.unmerge_adapter()
+    assert all(layer.get_base_layer() is base for layer, base in zip(layers(model), bases, strict=True))
     for name, value in model.state_dict().items():
         assert torch.equal(value, weights[name]), name
     assert torch.equal(logits(model, inputs), adapted)
