@@ -28,6 +28,7 @@ MIXED = {
     "falcon-40b": partial(falcon, new_decoder_architecture=True, num_kv_heads=2),
     "codegen": by_part,
     "gpt_bigcode": lambda: big_code(False),
+    "gpt_bigcode-mq": lambda: big_code(True),
     "minimax": partial(
         build,
         "minimax",
