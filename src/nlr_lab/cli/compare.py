@@ -11,7 +11,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_integer
 
 from .checkpoint import check_out
-from .options import parse_recipe
+from .options import gives, parse_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +84,24 @@ def run_compare(arguments: list[str]) -> None:
         raise UserError(f"--max-minutes must be above 0 and finite, got {minutes:g}; omit it for no limit")
     names = ("arms", "seeds", "tune_lr", "timing_rounds", "reference", "workers", "resume", "overwrite")
 
+    if gives(arguments, "train.lr"):
+        _check_rate(options, bool(fields))
+
     from nlr_lab.compare import compare
 
     given = {name: getattr(options, name) for name in names}
     comparison = compare(recipe, options.out, max_seconds=None if minutes is None else 60 * minutes, **given)
     if rank() == 0:
         print(comparison)
+
+
+def _check_rate(options: _Options, fields: bool) -> None:
+    """Raise UserError where --lr would reach no arm."""
+    if options.tune_lr:
+        raise UserError("--lr does nothing where rates are tuned: give them to --tune-lr, or --tune-lr without any")
+    from nlr_lab.fields.problem import FieldArm
+    from nlr_lab.training.arms import Arm
+
+    arms = [(FieldArm if fields else Arm).parse(text) for text in options.arms]  # type: ignore[attr-defined]
+    if all(arm.lr is not None or getattr(arm, "grid", ()) for arm in arms):
+        raise UserError("--lr does nothing: every arm has its own lr= or grid=; change these in --arms")

@@ -141,6 +141,11 @@ def take_option(name: str, arguments: Sequence[str]) -> tuple[str | None, list[s
     return found.value, rest
 
 
+def gives(arguments: Sequence[str], name: str) -> bool:
+    """Return whether the user set a setting, of this whole dotted name, in any spelling."""
+    return any(_lengthen(each, [name]).partition("=")[0] == _option(name) for each in arguments)
+
+
 def table_width() -> int:
     """Columns for a table: the terminal's; where a file or a program reads it, enough that no name is folded."""
     return max(100, shutil.get_terminal_size().columns) if sys.stdout.isatty() else 200

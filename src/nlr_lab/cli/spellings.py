@@ -46,7 +46,7 @@ DIFFERENT = {
     "train_file": ("source", _SOURCE),
     "validation_file": ("valid_source", _SOURCE),
     "max_seq_length": ("max_length", "use {}, in tokens of prompt and answer"),
-    "model_name_or_path": ("model.checkpoint", "use {}, a folder or a model's name"),
+    **dict.fromkeys(("model_name_or_path", "init_from"), ("model.checkpoint", "use {}, a folder or a model's name")),
     "output": ("out", "use {}"),
     "plot": ("picture", "use {}"),
     **dict.fromkeys(("fsdp", "deepspeed"), ("steps", _LAUNCH)),

@@ -12,7 +12,7 @@ from nlr_lab.runtime.processes import rank
 from nonlinear_lowrank.errors import UserError
 
 from .checkpoint import check_out
-from .options import parse, parse_recipe, take_option
+from .options import gives, parse, parse_recipe, take_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,12 @@ def _parse_run(arguments: list[str], command: str) -> tuple[Any, Any, Any]:
         check_out(chosen, "recipe.json", "training run of ours")
         from nlr_lab.training.arms import Arm
 
-        return replace(recipe, arm=Arm.parse(chosen.arm)), chosen, None
+        arm = Arm.parse(chosen.arm)
+        if arm.lr is not None and gives(arguments, "train.lr"):
+            if gives(arguments, "arm"):
+                raise UserError("--lr does nothing beside the lr= of --arm; omit one of them")
+            arm = replace(arm, lr=None)  # the recipe's own
+        return replace(recipe, arm=arm), chosen, None
     if not arguments[0].startswith("-"):
         raise UserError(f"--from takes the recipe of the run it names: omit {arguments[0]}")
     options = parse(RepeatOptions, arguments, command=command)

@@ -13,6 +13,8 @@ import finetune_helpers as kit
 from adapter_helpers import PEFT_WARNINGS
 from cli_helpers import refused, run, succeed
 from finetune_helpers import glue_command as options
+from nlr_lab.training import run as training
+from nonlinear_lowrank import UserError
 from nonlinear_lowrank.hub import load_model
 from seeds import rng
 
@@ -77,6 +79,7 @@ def test_wrong_input_is_one_line_and_leaves_nothing(root, tmp_path, capsys, monk
         (options(root, out, "--arm", "baseline"), "baseline changes nothing", "lora"),
         (options(root, out, "--arm", "lora:r=2,grid=1e-3/1e-4"), "nlr compare"),
         (options(root, out, "--arm", "lora:r=2,head_lr=1e-3/1e-4"), "head_lr of several rates is for nlr compare"),
+        (options(root, out, "--arm", "lora:r=2,lr=1e-3", "--lr", "1e-2"), "--lr does nothing beside the lr= of --arm"),
         (options(root, out, "--arm", "lora:target_modules=nosuch"), "does not fit", "nosuch", "query"),
         (options(root, out, "--checkpoint", "./nowhere"), "no model in ./nowhere"),
         (["finetune", "instruct-small", "--out", out, "--checkpoint", root / "vit"], "vit is a vit"),
@@ -86,6 +89,20 @@ def test_wrong_input_is_one_line_and_leaves_nothing(root, tmp_path, capsys, monk
         err = refused(capsys, *arguments)
         assert all(word in err for word in words), err
         assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_rate_on_the_command_line_is_the_default_arms_too(capsys, monkeypatch):
+    trained = []
+
+    def stop(recipe, *_, **__):
+        trained.append(recipe)
+        raise UserError("stopped")
+
+    monkeypatch.setattr(training, "run_training", stop)
+    for more in ([], ["--learning-rate", "1e-2"]):
+        refused(capsys, "finetune", "instruct-small", *more)
+    assert [(each.arm.lr, each.arm.method) for each in trained] == [(3e-4, "sine-lora"), (None, "sine-lora")]
+    assert trained[1].train.lr == 1e-2
 
 
 def test_help_shows_the_recipes_settings(capsys):
