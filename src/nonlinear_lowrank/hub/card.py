@@ -18,6 +18,7 @@ from .modeling_file import MODELING_FILE
 from .registration import CLASS_PREFIX, FIELD, TYPE_PREFIX
 from .storage import CARD, read_json, versions
 
+_PEFT_TEMPLATE = "# Model Card for Model ID"  # peft's own card from here on, which says nothing
 _PEFT_LOADING = re.compile(r"## Loading\n\n```python\n.*?\n```\n?", re.DOTALL)  # of our configs, which know less
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 # Of an adapter's config: what peft keeps for itself.
@@ -77,7 +78,8 @@ def write_card(
         parts.append(f"## Loading\n\n```python\n{code}\n```")
     limits = [*_limits(folder, config, adapter), *limits]
     parts += ["## Limits", "\n".join(f"- {line}" for line in limits), "## Versions", table(versions())]
-    card.text = "\n\n".join([*parts, _PEFT_LOADING.sub("", card.text).strip()]).rstrip() + "\n"
+    former = _PEFT_LOADING.sub("", card.text).partition(_PEFT_TEMPLATE)[0]
+    card.text = "\n\n".join([*parts, former.strip()]).rstrip() + "\n"
     place.write_text(str(card), encoding="utf-8")
 
 

@@ -87,7 +87,10 @@ class MeanPooledForSequenceClassification(PreTrainedModel):
         name, labels = config.encoder_checkpoint, kwargs.get("num_labels") or config.num_labels or 2
         model = cls.from_encoder(_beside(folder, find_encoder(name)), checkpoint=name, num_labels=labels, **wanted)
         model.name_or_path = model.config._name_or_path = str(folder)
-        return model
+        if not kwargs.get("output_loading_info"):
+            return model
+        drawn = {f"classifier.{name}" for name, _ in model.classifier.named_parameters()}
+        return model, {"missing_keys": drawn, "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
