@@ -27,6 +27,7 @@ from .errors import LearningRateWarning, UserError
 from .methods.base import MultiplierLayer, Role, dense_part, layers_alive, method_of_layer
 from .methods.experts import projections
 from .surgery.targets import is_linear, output_head_names
+from .validation import check_number
 
 DENSE = Role("dense", muon=True)
 EMBEDDING = Role("embedding")
@@ -85,14 +86,14 @@ def param_groups(
         Trainer takes "params" out of them, so call this anew for every optimizer.
 
     Raises:
-        UserError: lr or weight_decay is out of range, or nothing is trainable.
+        UserError: lr or weight_decay is out of range, nothing is trainable, or parameters are given for the model.
 
     Source: noble.txt, section 3.3, equations (3) and (4); appendix A.
     """
-    if not 0 < lr < math.inf:
-        raise UserError(f"lr must be a finite number above 0, got {lr!r}")
-    if not 0 <= weight_decay < math.inf:
-        raise UserError(f"weight_decay must be a finite number of at least 0, got {weight_decay!r}")
+    if not isinstance(model, nn.Module):
+        raise UserError(f"param_groups takes the model, not its parameters, got {type(model).__name__}")
+    check_number("lr", lr, above=0)
+    check_number("weight_decay", weight_decay, minimum=0)
     roles, parameters = parameter_roles(model), dict(model.named_parameters())
     if not roles:
         raise UserError("the model has no trainable parameters; unfreeze some (requires_grad_(True))")

@@ -7,6 +7,7 @@ of certain names; then those that take every linear there is, which leave out wh
 around projections last.
 """
 
+import difflib
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -63,7 +64,9 @@ def _find_kinds(name: str) -> list[ArmKind]:
         if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
             return [Function(name)]
         known = ", ".join(ARM_METHODS)
-        raise UserError(f"unknown arm {name!r}; choose {known}, or a function of your own as module:function")
+        near = difflib.get_close_matches(name, ARM_METHODS, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(f"unknown arm {name!r}{meant} There are {known}, or a function of your own as module:function")
     kinds = [kind for each in names for kind in _find_kinds(each)]
     for kind in kinds:
         if kind.stage is None:
@@ -175,6 +178,8 @@ class Arm:
             own = parts.setdefault(method, {})
             for option in options:
                 key, _, value = (each.strip() for each in option.partition("="))
+                if key.partition(":")[0] in ARM_METHODS:
+                    raise UserError(f"the arm {text!r} has another one in it, {option!r}; put a space between arms")
                 if not key or not value:
                     raise UserError(
                         f"cannot read {option!r} in the arm {text!r}; settings are key=value, as in rank=64"

@@ -116,7 +116,7 @@ def convert(
     if output == source or output in source.parents or source in output.parents:
         raise UserError(f"the output folder {output} overlaps the input {source}; choose another")
     if output.is_file() or not overwrite:
-        check_new_or_empty(output, "choose another or pass overwrite")
+        check_new_or_empty(output, "choose another, or pass overwrite=True (--overwrite)")
     if check_model_folder(source)["model_type"].startswith(TYPE_PREFIX):
         raise UserError(f"{source} is augmented already; convert the plain model that it came from")
 

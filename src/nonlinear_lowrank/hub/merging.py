@@ -91,7 +91,7 @@ def merge_adapter(
     config = read_json(folder / ADAPTER_CONFIG)
     peft_type = _check_type(folder, config)
     if output.is_file() or not overwrite:
-        check_new_or_empty(output, "choose another or pass overwrite")
+        check_new_or_empty(output, "choose another, or pass overwrite=True (--overwrite)")
     if folder in output.parents:
         raise UserError(f"the output folder {output} is inside the adapter's; choose another")
     check_weights(folder)

@@ -76,6 +76,8 @@ def augment(
             accelerate), not called by the model's code, or augmented already, or its shape is not known yet.
     """
     method = known_method(config)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"augment takes a module, got {type(model).__name__}")
     if any(map(is_lazy, model.parameters())):
         raise UserError("the model has lazy layers, whose shapes are not known yet; run one batch through it first")
     if fuse_shared_inputs:
@@ -143,7 +145,10 @@ def known_method(config: Any) -> Method:
     """Return the method of a config; raise UserError where it is the config of none."""
     if (method := method_of_config(config)) is None:
         known = ", ".join(sorted(each.config_class.__name__ for each in all_methods().values()))
-        raise UserError(f"{type(config).__name__} is not the config of a method; use one of {known}")
+        if isinstance(config, type):
+            raise UserError(f"a config itself is needed, not its class: {config.__name__}(...)")
+        fix = "give it to peft.get_peft_model" if hasattr(config, "peft_type") else f"use one of {known}"
+        raise UserError(f"{type(config).__name__} is not the config of a method; {fix}")
     return method
 
 

@@ -91,7 +91,8 @@ def test_short_forms_are_read_but_written_otherwise():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nobel", "unknown arm"),
+        ("nobel", "unknown arm 'nobel'; did you mean 'noble'"),
+        ("baseline,noble:rank=8", "put a space between arms"),
         ("", "unknown arm"),
         ("noble:rank", "cannot read 'rank'"),
         ("noble:rank=four", "rank"),

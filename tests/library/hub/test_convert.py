@@ -172,7 +172,7 @@ def test_converting_into_a_full_folder_or_disk(plain, tmp_path, monkeypatch):
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("precious")
-    assert_refused("not an empty folder; choose another or pass overwrite", convert, plain, out, NOBLE)
+    assert_refused("not an empty folder; choose another, or pass overwrite=True", convert, plain, out, NOBLE)
     assert names_of(out) == {"mine.txt"}
     convert(plain, out, NOBLE, overwrite=True)
     assert "mine.txt" not in names_of(out)

@@ -82,6 +82,8 @@ def hooked(layer):
 REFUSED = {
     "rank": ({"config": NobleConfig(rank=32)}, "rank 32 is not low"),
     "no config": ({"config": {"rank": 2}}, "not the config of a method"),
+    "class": ({"config": nlr.NobleConfig}, r"not its class: NobleConfig\(...\)"),
+    "adapter's": ({"config": nlr.SineLoraConfig()}, "give it to peft.get_peft_model"),
     "include": ({"include": "nothing.*"}, "matches no linear"),
     "exclude": ({"exclude": ["nothing.*"]}, "matches no linear"),
     "expression": ({"include": "("}, "not a regular expression"),

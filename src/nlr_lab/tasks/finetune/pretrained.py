@@ -212,7 +212,8 @@ class Pretrained:
         except UserError:
             raise
         except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
-            raise UserError(f"cannot load the checkpoint {self.checkpoint!r}: {one_line(error)}") from error
+            absent = "" if Path(where).is_dir() else ", which is no folder here"
+            raise UserError(f"cannot load the checkpoint {self.checkpoint!r}{absent}: {one_line(error)}") from error
 
 
 class FinetuneTask(Task):
