@@ -18,11 +18,12 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
-from nlr_lab.runtime.environment import OutOfTimeError, cpu_threads, duration
+from nlr_lab.runtime.environment import OutOfTimeError, cpu_threads
 from nlr_lab.runtime.log import append_entry
 from nlr_lab.runtime.processes import FreeThreads, on_rank_0, rank
 from nlr_lab.runtime.signals import StoppedBySignal
 from nlr_lab.runtime.storage import read_json, write_text
+from nlr_lab.runtime.tables import duration
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.validation import check_integer
 

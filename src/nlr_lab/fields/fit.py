@@ -27,7 +27,6 @@ from nlr_lab.runtime.environment import (
     check_bytes,
     choose_device,
     cpu_threads,
-    duration,
     many_compiled,
     provenance,
     told_of_memory,
@@ -45,6 +44,7 @@ from nlr_lab.runtime.storage import (
     remove_temporaries,
     write_json,
 )
+from nlr_lab.runtime.tables import duration
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.hub.storage import staged_folder
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear

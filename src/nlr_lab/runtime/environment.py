@@ -1,7 +1,6 @@
 """Conditions of a result beside its settings: versions, the machine, its devices, memory, kernels and threads."""
 
 import contextlib
-import math
 import os
 import platform
 import re
@@ -166,16 +165,6 @@ def _processor() -> str:
     text = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else ""
     match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return match[1].strip() if match else platform.processor() or platform.machine()
-
-
-def duration(seconds: float, *, up: bool = False) -> str:
-    """Return words of one unit: 40 s, 3 min, 2.5 h."""
-    whole = math.ceil if up else round
-    if seconds < 90:
-        return f"{whole(seconds)} s"
-    if seconds < 5400:
-        return f"{whole(seconds / 60)} min"
-    return f"{whole(seconds / 360) / 10:g} h"
 
 
 # --- devices and memory ------------------------------------------------------------------------------------------

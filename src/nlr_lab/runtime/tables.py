@@ -1,9 +1,10 @@
-"""Tables as plain text, and the shared parts of all pictures: colours, and a file that is whole or absent.
+"""Tables, amounts and times as plain text, and what all pictures share: colours, and a file that is whole or absent.
 
 Figures are plain `Figure` objects on the Agg canvas, so nothing here touches pyplot or the user's backend.
 """
 
 import io
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +46,16 @@ def readable_bytes(nbytes: float) -> str:
             return f"{nbytes:.4g} {unit}"
         nbytes /= 1024
     return f"{nbytes:.4g} GiB"
+
+
+def duration(seconds: float, *, up: bool = False) -> str:
+    """Return words of one unit: 40 s, 3 min, 2.5 h."""
+    whole = math.ceil if up else round
+    if seconds < 90:
+        return f"{whole(seconds)} s"
+    if seconds < 5400:
+        return f"{whole(seconds / 60)} min"
+    return f"{whole(seconds / 360) / 10:g} h"
 
 
 def fold_numbers(name: str) -> str:

@@ -11,8 +11,8 @@ from transformers import TrainerCallback
 
 from nlr_lab.plan.estimate import training_flops
 from nlr_lab.plan.presets import device_rate
-from nlr_lab.runtime.environment import duration
 from nlr_lab.runtime.log import append_entry
+from nlr_lab.runtime.tables import duration
 
 from .recipe import Recipe
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nlr_lab.runtime.log import LOG, read_entries
+from nlr_lab.runtime.tables import duration
 from nonlinear_lowrank.errors import UserError
 
 _RUN, _COMPARISON, _RESULT = {"recipe.json", "fit.json"}, "compare.json", "result.json"
@@ -70,18 +71,11 @@ class View:
         words = f"{self.name}: {over} of {self.planned} runs over"
         words += f", {counts['running']} running" if counts["running"] else ""
         words += f", {counts['silent']} silent" if counts["silent"] else ""
-        return words + (f"; about {readable(self.seconds_to_go)} to go" if self.seconds_to_go else "")
+        return words + (f"; about {duration(self.seconds_to_go)} to go" if self.seconds_to_go else "")
 
     def to_json(self) -> str:
         """Return the view as JSON."""
         return json.dumps({**asdict(self), "line": str(self)}, allow_nan=False)
-
-
-def readable(seconds: float) -> str:
-    """Return a time in one unit: 40 s, 3 min, 2.5 h."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 class Watched:

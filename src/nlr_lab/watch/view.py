@@ -15,10 +15,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from nlr_lab.runtime.tables import number_table
+from nlr_lab.runtime.tables import duration, number_table
 from nonlinear_lowrank.errors import UserError
 
-from .runs import RunView, View, Watched, readable
+from .runs import RunView, View, Watched
 
 _SECONDS = 2.0  # between two looks
 _ROWS = 20  # of a table that is refreshed
@@ -50,7 +50,7 @@ def _shown(runs: list[RunView], most: int) -> list[RunView]:
 
 
 def _state(run: RunView) -> str:
-    return f"silent for {readable(run.silent)}" if run.state == "silent" else run.state
+    return f"silent for {duration(run.silent)}" if run.state == "silent" else run.state
 
 
 def _speed(run: RunView) -> str:
@@ -67,7 +67,7 @@ def _loss(run: RunView) -> str:
 
 
 def _to_go(run: RunView) -> str:
-    return "" if run.seconds_to_go is None else readable(run.seconds_to_go)
+    return "" if run.seconds_to_go is None else duration(run.seconds_to_go)
 
 
 class _Handler(BaseHTTPRequestHandler):

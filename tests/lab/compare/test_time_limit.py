@@ -13,7 +13,8 @@ from nlr_lab.compare import compare
 from nlr_lab.compare.trial import Measurement, shortened
 from nlr_lab.fields.fit import Stepper
 from nlr_lab.fields.settings import FitConfig
-from nlr_lab.runtime.environment import OutOfTimeError, duration
+from nlr_lab.runtime.environment import OutOfTimeError
+from nlr_lab.runtime.tables import duration
 from nlr_lab.training import Recipe, TrainConfig, run_training
 from refusals import assert_refused
 
