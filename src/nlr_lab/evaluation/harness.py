@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nlr_lab.runtime.tables import number_table, render_table
+from nlr_lab.tasks.finetune.instructions import ALPACA
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import require
 
@@ -29,10 +30,7 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 _RESPONSE = "### Response:"
 _INDENT = " " * 16
 PROMPTS: dict[str, str] = {
-    "alpaca": (
-        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-        f"### Instruction:\n{{instruction}}\n\n{_RESPONSE}\n"
-    ),
+    "alpaca": ALPACA.format(paired="", instruction="{instruction}", input=""),
     "llm-adapters": (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request. \n\n"
         f"{_INDENT}### Instruction:\n{_INDENT}{{instruction}}\n\n{_INDENT}{_RESPONSE}\n{_INDENT}"

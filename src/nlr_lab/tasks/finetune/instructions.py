@@ -37,10 +37,11 @@ from .pretrained import FinetuneTask, Pretrained
 if TYPE_CHECKING:
     from .sequences import TokenExamples
 
-_ALPACA = (
+ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request."
     "\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
 )
+"""The prompt, in front of the answer; `paired` and `input` are empty where there is no input."""
 _PAIRED = ", paired with an input that provides further context"
 # For tokenizers that have none. The marks say what the assistant's words are.
 _CHAT_TEMPLATE = (
@@ -216,7 +217,7 @@ def _example(record: Any, template: str, where: str) -> Example | str:
 def _asked(instruction: str, context: str, answer: str, template: str) -> Example:
     if template == "alpaca":
         more = {"paired": _PAIRED, "input": f"### Input:\n{context}\n\n"} if context.strip() else {}
-        return Example(_ALPACA.format(instruction=instruction, **{"paired": "", "input": "", **more}), answer)
+        return Example(ALPACA.format(instruction=instruction, **{"paired": "", "input": "", **more}), answer)
     asked = f"{instruction}\n{context}".strip() if context.strip() else instruction
     if template == "chat":
         return Example([{"role": "user", "content": asked}, {"role": "assistant", "content": answer}])
