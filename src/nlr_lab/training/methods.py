@@ -302,6 +302,7 @@ class Tuning(ArmKind):
     | head                  | -                  | the new head; the pretrained part is frozen          |
     | lora, dora            | LoraConfig         | B A; DoRA adds a magnitude                           |
     | peanut                | PeanutConfig       | peft's own nonlinear adapter                         |
+    | oft                   | OFTConfig          | a rotation of each block of inputs                   |
     | sine-lora, sine-dora  | SineLoraConfig     | sin(omega B A) / gain; sine-DoRA adds a magnitude    |
     | nora, nora++          | NoraConfig         | shifts of rational activations; ++ adds LoRA         |
     | noble-adapter         | NobleAdapterConfig | a NOBLE branch                                       |
@@ -435,6 +436,7 @@ TUNINGS: tuple[Tuning, ...] = (
     Tuning("lora", _LORA, control=True),
     Tuning("dora", replace(_LORA, fixed={"use_dora": True}), control=True),
     Tuning("peanut", _PEANUT, control=True),
+    Tuning("oft", AdapterArm(config=("peft", "OFTConfig"), shown=("oft_block_size", "target_modules")), control=True),
     *(Tuning(*arm) for method in all_methods().values() for arm in method.adapter_arms.items()),
 )
 

@@ -37,7 +37,7 @@ def train(recipe: Recipe, out: Path, **options) -> TrainResult:
 
 def test_controls_are_what_is_none_of_our_methods():
     controls = {name for name, method in ARM_METHODS.items() if method.control}
-    tuned = {"full", "head", "lora", "dora", "peanut"}
+    tuned = {"full", "head", "lora", "dora", "peanut", "oft"}
     built = {
         "moe",
         "cola",
@@ -58,6 +58,7 @@ COUNTS = {
     "lora:r=2": 2 * 2 * 2 * (16 + 16),
     "dora:r=2": 2 * 2 * (2 * 32 + 16),
     "peanut:r=2": 2 * 2 * 2 * (16 + 16),
+    "oft:oft_block_size=4": 2 * 2 * (16 // 4) * 6,  # a block's rotation has 4 * 3 / 2
     "sine-lora:r=2,omega=100": 2 * 2 * 2 * (16 + 16),
     "sine-dora:r=2,omega=100": 2 * 2 * (2 * 32 + 16),
     "noble-adapter:r=2": 2 * 2 * (2 * 32 + 2 * 2 + 4 * 2),
