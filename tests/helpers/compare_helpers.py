@@ -15,13 +15,14 @@ from nlr_lab.compare.trial import Choice, Measurement, Run
 from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.model import FieldConfig
 from nlr_lab.fields.settings import FieldRecipe, FitConfig
-from nlr_lab.tasks.task import LOSS, Task
+from nlr_lab.tasks.task import LOSS, Measure, Task
 from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
 from nlr_lab.training import Arm, DivergedError, Recipe, TrainConfig
 
 BASE, CONTROL, NOBLE = Arm(), Arm(dense_init="noble"), Arm(name="noble-r4", method="noble", settings={"rank": 4})
 STEPS = 100
+ACCURACY = Measure(name="accuracy", higher_is_better=True, unit="")
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,17 @@ def a_run(seed, loss=2.0, steps=10, **more):
     """A finished run, or one that diverged at its fourth step."""
     own = {"curve": ((steps, math.nan if loss is None else loss),), "diverged_at": 4 if loss is None else None}
     return Run(**{"seed": seed, "lr": 1e-3, "final_loss": loss, "steps": steps, "seconds": 1.0} | own | more)
+
+
+def curved_run(shape, seed, gain, every, steps=STEPS, measure=LOSS, **more):
+    """A run whose loss is `shape(step, steps)` less a gain (a score: its negative), evaluated every so many steps."""
+
+    def value(step):
+        return shape(step, steps) + 0.1 * seed - gain * (1 - 0.005 * seed**2)
+
+    points = tuple((step, value(step)) for step in range(every, steps + 1, every))
+    score = {} if measure.is_loss else {"score": -points[-1][1], "metric_curve": tuple((s, -v) for s, v in points)}
+    return a_run(seed, value(steps), steps, curve=points, **score, **more)
 
 
 def an_arm(name, *runs, **more):

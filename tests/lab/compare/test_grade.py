@@ -1,19 +1,14 @@
 """Grades of claims: each condition counts, and "faster" needs all but a downstream score."""
 
-from dataclasses import replace
-
 import pytest
 
-from compare_helpers import a_run, an_arm
+from compare_helpers import ACCURACY, a_record, an_arm, curved_run
 from nlr_lab.compare.grade import CONDITIONS, FASTER, conditions_met
-from nlr_lab.compare.record import build_results
 from nlr_lab.compare.report import findings
-from nlr_lab.compare.trial import Choice
-from nlr_lab.tasks.task import LOSS, Measure
+from nlr_lab.tasks.task import LOSS
 
 SEEDS = (1, 2, 3)
 GAIN = {"baseline": 0.0, "noble": 0.2, "wide": 0.05}
-ACCURACY = Measure(name="accuracy", higher_is_better=True, unit="")
 
 
 def a_claim(
@@ -21,34 +16,27 @@ def a_claim(
 ):
     """A record in which noble ends 0.2 lower than the baseline: every condition but a downstream score is met."""
 
-    def the_run(name, seed):
-        def value(step):
-            early = 2 * max(0.0, 0.5 - step / 100)
-            return (
-                3 + early + falls * (100 - step) / 100 + 0.1 * seed - GAIN[name] - 0.001 * seed**2 * (name == "noble")
-            )
+    def shape(step, steps):
+        return 3 + 2 * max(0.0, 0.5 - step / steps) + falls * (steps - step) / steps
 
-        points = tuple((step, value(step)) for step in range(every, 101, every))
-        own = a_run(seed, value(100), 100, curve=points)
-        return (
-            own if measure.is_loss else replace(own, score=-value(100), metric_curve=tuple((s, -v) for s, v in points))
-        )
+    def the_run(name, seed, **more):
+        return curved_run(shape, seed, GAIN[name], every, measure=measure, **more)
 
     counts = {"baseline": 1.0, "noble": flops} | ({} if wide is None else {"wide": wide})
     arms = [
         an_arm(
-            name, *(the_run(name, seed) for seed in seeds), flops=count, control=name != "noble",
-            tuning=[replace(the_run(name, 0), lr=rate) for rate in rates], choice=Choice(lr=1e-3),
+            name,
+            *(the_run(name, seed) for seed in seeds),
+            flops=count,
+            control=name != "noble",
+            tuning=[the_run(name, 0, lr=rate) for rate in rates],
         )
         for name, count in counts.items()
-    ]  # fmt: skip
-    about = {"recipe": {"name": "x", "summary": "y", "settings": {}}, "data": {}, "command": "c", "tuning_seed": 0}
+    ]
     pairs = [[("baseline", name) for name in counts if name != "baseline"], [("wide", "noble")] * ("wide" in counts)]
     times = {name: [seconds if name == "noble" else 1.0] * 20 for name in counts}
     times["baseline"] = [1.0 + 1e-3 * (i % 3) for i in range(20)]
-    return build_results(
-        {**about, "seconds": 0.0}, arms, pairs=pairs, reference="baseline", seeds=seeds, measure=measure, times=times
-    )
+    return a_record(arms, seeds, pairs=pairs, measure=measure, times=times)
 
 
 def test_says_faster_where_all_but_a_downstream_score_is_met():

@@ -7,7 +7,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from compare_helpers import a_record, a_run, an_arm
+from compare_helpers import ACCURACY, a_record, a_run, an_arm, curved_run
 from nlr_lab.compare import report
 from nlr_lab.compare.report import draw_models, findings, mean_curve, render_report, training_rows
 from nlr_lab.compare.statistics import curve_cautions, late_change, paired_mean
@@ -28,20 +28,13 @@ def flattened(step, steps):
     return 3 + 2 * math.exp(-20 * step / steps)
 
 
-def compared(shape, every, steps=100, measure=LOSS):
-    """A baseline and an arm that ends GAIN lower (a score: higher), its curve evaluated every so many steps."""
-
-    def a_run_of(seed, gain):
-        def value(step):
-            return shape(step, steps) + 0.1 * seed - gain + 0.001 * seed**2 * (gain > 0)
-
-        points = tuple((step, value(step)) for step in range(every, steps + 1, every))
-        score = {} if measure.is_loss else {"score": -points[-1][1], "metric_curve": tuple((s, -v) for s, v in points)}
-        return a_run(seed, value(steps), steps, curve=points, **score)
-
+def compared(shape, every, measure=LOSS, **options):
     gains = {"baseline": 0.0, "noble": GAIN}
-    arms = [an_arm(name, *(a_run_of(seed, gain) for seed in SEEDS)) for name, gain in gains.items()]
-    return a_record(arms, SEEDS, measure=measure)
+    runs = {
+        name: [curved_run(shape, seed, gain, every, measure=measure, **options) for seed in SEEDS]
+        for name, gain in gains.items()
+    }
+    return a_record([an_arm(name, *own) for name, own in runs.items()], SEEDS, measure=measure)
 
 
 def verdict(results):
@@ -49,9 +42,6 @@ def verdict(results):
     assert "**lower**" in line or "**higher**" in line
     assert line in render_report(results)
     return line
-
-
-ACCURACY = Measure(name="accuracy", higher_is_better=True, unit="")
 
 
 def at_first(step, steps):
