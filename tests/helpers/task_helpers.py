@@ -10,6 +10,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tokenizer_helpers import word_tokenizer
+
 WORDS = (
     *("stone", "river", "tree", "cloud", "iron", "bread", "lamp", "wolf", "seven", "yellow"),
     *("runs", "falls", "holds", "quiet", "under", "north"),
@@ -33,10 +35,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def answer_tokenizer() -> PreTrainedTokenizerFast:
     """One token a word, the answers among them: a random model writes an answer now and then."""
-    vocab = {token: i for i, token in enumerate(["<unk>", END, *ANSWERS, *WORDS])}
-    level = Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
-    level.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=level, eos_token=END, bos_token=END, unk_token="<unk>")
+    return word_tokenizer(["<unk>", END, *ANSWERS, *WORDS], eos_token=END, bos_token=END, unk_token="<unk>")
 
 
 def tiny_model(tokenizer, positions: int = 4096, dtype: torch.dtype = torch.float64) -> LlamaForCausalLM:

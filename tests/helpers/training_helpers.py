@@ -13,15 +13,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
-from random import Random
 from typing import Any
 from unittest import mock
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import nn
-from transformers import PreTrainedTokenizerFast
 
 from nlr_lab.runtime.signals import StoppedBySignal
 from nlr_lab.tasks.task import Examples, Prepared
@@ -29,6 +25,7 @@ from nlr_lab.tasks.text.data import TextData
 from nlr_lab.tasks.text.language_model import GlmBackbone, LanguageModelTask
 from nlr_lab.training import Arm, Recipe, TrainConfig, run_training
 from nonlinear_lowrank.errors import UserError
+from tokenizer_helpers import word_tokenizer
 
 VOCABULARY, LENGTH = 48, 16
 
@@ -53,11 +50,10 @@ class FakeText(Prepared):
     """Stands for packed text."""
 
     def __init__(self, train: int = 50, valid: int = 7, fingerprint: str = "f" * 16) -> None:
-        words = Tokenizer(WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w0"))
         super().__init__(
             train=Sequences(train, 1),
             valid=Sequences(valid, 2),
-            tokenizer=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0"),
+            tokenizer=word_tokenizer([f"w{index}" for index in range(VOCABULARY)], unk_token="w0", eos_token="w0"),
             fingerprint=fingerprint,
             facts={"tokens": train * LENGTH},
             vocab_size=VOCABULARY,
@@ -162,15 +158,6 @@ def lose_reader(model: nn.Module, at: int = 1) -> nn.Module:
 def break_graph(model: nn.Module) -> nn.Module:
     """The model cannot be compiled into one graph with its hook."""
     model.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
-    return model
-
-
-def jump_clock(model: nn.Module) -> nn.Module:
-    """With NLR_TEST_FAULT the time of day is another in every step: days, hours and minutes on or back."""
-    if os.environ.get("NLR_TEST_FAULT"):
-        true = time.time
-        jumps = Random(0)
-        time.time = lambda: true() + jumps.choice((-1, 1)) * jumps.choice((60, 3600, 86400, 400 * 86400))
     return model
 
 

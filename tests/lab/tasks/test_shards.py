@@ -9,7 +9,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nlr_lab.tasks.text import sources
@@ -19,15 +18,12 @@ from nlr_lab.tasks.text.sources import prepare_source
 from nlr_lab.tasks.text.tokenizers import train_tokenizer
 from refusals import assert_refused
 from seeds import rng
+from tokenizer_helpers import word_tokenizer
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 LENGTH, END = 16, 0
 MEGATRON = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "u2": 8}
-
-
-def word_tokenizer(size):
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(size)}, unk_token="w1"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", unk_token="w1")
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +31,10 @@ def tokenizers(tmp_path_factory):
     """Folders of tokenizers, by the size of their vocabulary."""
     folder = tmp_path_factory.mktemp("tokenizers")
     for size in (200, 70_000):
-        word_tokenizer(size).save_pretrained(folder / str(size))
+        words = word_tokenizer([f"w{index}" for index in range(size)], eos_token="w0", unk_token="w1")
+        words.save_pretrained(folder / str(size))
     train_tokenizer("bpe", [chr(65 + i) * 9 + " the text" for i in range(50)], 270).save_pretrained(folder / "bytes")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("NLR_CACHE", str(tmp_path / "cache"))
 
 
 def make_documents(count=60, vocabulary=200, ended=True):

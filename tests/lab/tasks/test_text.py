@@ -18,9 +18,8 @@ import psutil
 import pytest
 import torch
 import zstandard
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import pre_tokenizers
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerFast
 
 from nlr_lab.tasks.text import packed as packing
 from nlr_lab.tasks.text.data import END_OF_TEXT, Corpus, TextData
@@ -28,6 +27,9 @@ from nlr_lab.tasks.text.packed import prepare_text
 from nlr_lab.tasks.text.tokenizers import load_tokenizer
 from nonlinear_lowrank import UserError
 from refusals import assert_refused
+from tokenizer_helpers import word_tokenizer
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 SQUEEZE = {"xz": lzma.compress, "gz": gzip.compress, "zst": zstandard.compress}
 WORDS = ("the", "of", "and", "to", "in", "that", "it", "was", "he", "with", "as", "her", "had", "for", "is", "not")
@@ -67,11 +69,6 @@ def bad_file(tmp_path, name, data):
     return path
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("NLR_CACHE", str(tmp_path / "cache"))
-
-
 def tokens_of(blocks):
     return np.load(blocks.path)
 
@@ -80,13 +77,6 @@ def texts_of(packed, blocks):
     tokens = tokens_of(blocks)
     ends = np.flatnonzero(tokens == packed.tokenizer.eos_token_id) + 1
     return [packed.tokenizer.decode(part[:-1].tolist()).strip() for part in np.split(tokens, ends)[:-1]]
-
-
-def word_tokenizer(documents, **specials):
-    words = sorted({word for document in documents for word in document.split()})
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*words, "[UNK]", "[END]"])}, "[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", **specials)
 
 
 BYTES = [*pre_tokenizers.ByteLevel.alphabet(), END_OF_TEXT]
@@ -224,7 +214,8 @@ def test_packing_keeps_every_token_and_marks_every_document(tmp_path):
 def test_bytes_per_token_are_those_of_the_text(tmp_path, kind):
     documents = make_documents()
     path, words = write(tmp_path, "jsonl", [f"{each}\n" for each in documents]), tmp_path / "words"
-    word_tokenizer(documents, sep_token="[END]").save_pretrained(words)
+    known = sorted({word for document in documents for word in document.split()})
+    word_tokenizer([*known, "[UNK]", "[END]"], unk_token="[UNK]", sep_token="[END]").save_pretrained(words)
     config = small(path, tokenizer=str(words) if kind == "words" else "bpe", valid_fraction=0.2, eval_sequences=10**6)
     packed = prepare_text(config, progress=False)
     names = packed.tokenizer.convert_ids_to_tokens(tokens_of(packed.valid).tolist())
@@ -424,7 +415,7 @@ def test_tokenizers_that_do_not_fit(tmp_path):
     del whole["model"]["vocab"]["e"]
     (lossy / "tokenizer.json").write_text(json.dumps(whole), encoding="utf-8")
     refused(lossy, r"does not fit the text: .* bytes are lost")
-    tokenizer = word_tokenizer(["the"])
+    tokenizer = word_tokenizer(["the", "[UNK]", "[END]"], unk_token="[UNK]")
     tokenizer.save_pretrained(words)
     refused(words, "no end-of-text token")
     tokenizer.eos_token = "[END]"

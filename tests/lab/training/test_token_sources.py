@@ -4,27 +4,23 @@ import json
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from cli_helpers import refused, succeed
 from nlr_lab.runtime.storage import step_folders
 from nlr_lab.tasks.text.data import TextData
 from seeds import rng
+from tokenizer_helpers import word_tokenizer
 from training_helpers import LENGTH, VOCABULARY, TrainingServer
+
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 BATCH = 4
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("NLR_CACHE", str(tmp_path / "cache"))
-
-
 def write_shards(root, names, sequences=30):
     """Files of learnable noise and the tokenizer that made them."""
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w1"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", unk_token="w1").save_pretrained(root / "words")
+    words = word_tokenizer([f"w{index}" for index in range(VOCABULARY)], eos_token="w0", unk_token="w1")
+    words.save_pretrained(root / "words")
     (root / "data").mkdir()
     generator = rng()
     for name in names:

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import nonlinear_lowrank as nlr
@@ -20,6 +19,7 @@ from nonlinear_lowrank import hub
 from nonlinear_lowrank.hub import classes as hub_classes
 from nonlinear_lowrank.hub.classes import augmented_layers
 from refusals import assert_refused
+from tokenizer_helpers import word_tokenizer
 
 
 def augmented(name, **settings):
@@ -234,8 +234,7 @@ def test_load_model_takes_plain_models_and_options(tmp_path):
 def test_load_tokenizer_reads_whole_files_alone(saved, tmp_path):
     saved["llama"][1].save_pretrained(tmp_path)
     assert_refused("has no tokenizer", hub.load_tokenizer, tmp_path)
-    inner = Tokenizer(models.WordLevel({"<unk>": 0, "one": 1}, unk_token="<unk>"))
-    hf.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>").save_pretrained(tmp_path)
+    word_tokenizer(["<unk>", "one"], unk_token="<unk>").save_pretrained(tmp_path)
     assert hub.load_tokenizer(tmp_path)("one")["input_ids"] == [1]
     for text in ('{"version": "1.0"}', "{"):
         (tmp_path / "tokenizer.json").write_text(text)

@@ -7,8 +7,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 import nonlinear_lowrank as nlr
 from cli_helpers import python_prints
@@ -16,6 +15,7 @@ from family_checks import realigned
 from model_helpers import FAMILIES
 from nonlinear_lowrank import hub
 from nonlinear_lowrank.hub.modeling_file import MODELING_FILE
+from tokenizer_helpers import word_tokenizer
 from travel_helpers import CASES, MODELS, prepared
 
 WITHOUT_US = """
@@ -148,8 +148,7 @@ half(tokens)
 def test_heads_tokenizers_generation_and_types_without_the_package(saved):
     root, found = saved
     folder, model = root / "models" / "noble+llama", found["noble", "llama"]
-    inner = Tokenizer(models.WordLevel({"<unk>": 0, "two": 1, "one": 2}, unk_token="<unk>"))
-    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>").save_pretrained(folder)
+    word_tokenizer(["<unk>", "two", "one"], unk_token="<unk>").save_pretrained(folder)
     tokens = torch.load(folder / "outputs.pt")[0]["input_ids"][:1]
     expected = model.generate(tokens, max_new_tokens=5, do_sample=False).tolist()[0]
     assert json.loads(python_prints(WITHOUT_US + HEADS, root)) == expected

@@ -7,15 +7,15 @@ import warnings
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models
 from torch import nn
-from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import nonlinear_lowrank as nlr
 from model_helpers import FAMILIES, batch
 from processes_helpers import fsdp_environment, run_processes, shard_on_cpus
 from refusals import assert_refused
+from tokenizer_helpers import word_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
@@ -97,13 +97,12 @@ def test_sft_trainer_with_an_adapter(tmp_path):
         pass
 
     model = FAMILIES["llama"]()
-    words = models.WordLevel({f"w{number}": number for number in range(64)}, unk_token="w0")
-    special = {"eos_token": "w1", "pad_token": "w2", "unk_token": "w0"}
+    words = [f"w{number}" for number in range(64)]
     trainer = MixedSFTTrainer(
         model,
         arguments(tmp_path, SFTConfig, max_steps=1, bf16=False, max_length=9),
         train_dataset=Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows_for(model)]),
-        processing_class=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **special),
+        processing_class=word_tokenizer(words, eos_token="w1", pad_token="w2", unk_token="w0"),
         peft_config=nlr.NobleAdapterConfig(r=4, target_modules="all-linear"),
     )
     trainer.train()
