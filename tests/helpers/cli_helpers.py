@@ -5,6 +5,17 @@ import sys
 
 from nlr_lab.cli import main as cli
 
+HIDE_THE_PACKAGE = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("nonlinear_lowrank", "nlr_lab"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
 
 def run(capsys, *arguments):
     """Exit code, stdout, stderr of one command in this process."""

@@ -12,13 +12,9 @@ from adapter_helpers import PEFT_WARNINGS
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.methods.noble.op import Branch, noble_linear_reference
+from op_helpers import BOTTLENECKS
 
 pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
-
-BOTTLENECKS = [
-    *((activation, depth) for activation in ("cosine", "tanh", "leaky_relu", "gelu", "silu") for depth in (1, 2)),
-    ("cosine", 3),
-]
 
 
 def adapted(base, **options):

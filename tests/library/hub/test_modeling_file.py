@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import nonlinear_lowrank as nlr
-from cli_helpers import python_prints
+from cli_helpers import HIDE_THE_PACKAGE, python_prints
 from family_checks import realigned
 from model_helpers import FAMILIES
 from nonlinear_lowrank import hub
@@ -18,16 +18,10 @@ from nonlinear_lowrank.hub.modeling_file import MODELING_FILE
 from tokenizer_helpers import word_tokenizer
 from travel_helpers import CASES, MODELS, prepared
 
-WITHOUT_US = """
-import os, sys
+WITHOUT_US = f"""
+import os
 from pathlib import Path
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("nonlinear_lowrank", "nlr_lab"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Absent())
+{HIDE_THE_PACKAGE}
 root = Path(sys.argv[1])
 os.environ["HF_MODULES_CACHE"] = str(root / "modules")
 import torch

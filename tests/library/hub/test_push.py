@@ -2,7 +2,7 @@
 
 import json
 
-from cli_helpers import python_prints
+from cli_helpers import HIDE_THE_PACKAGE, python_prints
 from hub_helpers import local_hub
 from nonlinear_lowrank.hub.modeling_file import MODELING_FILE
 
@@ -27,12 +27,8 @@ nlr.augment(model, nlr.NobleConfig(rank=3), verbose=False)
 randomised(model).push_to_hub("model")
 print(model(tokens).logits.sum().item())
 """
-LOAD = """
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("nonlinear_lowrank", "nlr_lab"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Absent())
+LOAD = f"""
+{HIDE_THE_PACKAGE}
 model = AutoModelForCausalLM.from_pretrained("me/model", trust_remote_code=True)
 print(model(tokens).logits.sum().item())
 model.save_pretrained(home / "again")
