@@ -180,21 +180,6 @@ def test_experts_are_the_formula_of_each_expert(kind, config):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", OWN)
-def test_own_classes_start_at_the_outputs_of_the_plain_model_to_rounding(name, dtype):
-    model = FAMILIES[name].build().to(dtype)
-    inputs = FAMILIES[name].inputs(model)
-    before = outputs(model, inputs)
-    nlr.augment(model, NobleConfig(rank=4, init="pretrained"), verbose=False)
-    for found, wanted in zip(outputs(model, inputs), before, strict=True):
-        assert (found - wanted).norm() <= 4 * torch.finfo(dtype).eps * wanted.norm()
-    assert name != "jetmoe" or same(outputs(model, inputs), before)
-    enlarge_branches(model)
-    with nlr.branches_disabled(model):
-        assert same(outputs(model, inputs), before)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @every_class
 def test_experts_in_low_precision_err_as_the_formula_does(kind, config, dtype):
     layer, (index, weights) = _layer(config, kind), _routing()
@@ -209,13 +194,18 @@ def test_experts_in_low_precision_err_as_the_formula_does(kind, config, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_branches_that_start_at_zero_leave_a_model_to_the_bit(name, dtype):
+@pytest.mark.parametrize(
+    ("name", "include"), [*((name, r".*experts") for name in LAYOUTS), *((name, None) for name in OWN)]
+)
+def test_branches_that_start_at_zero_leave_a_model_as_it_is(name, include, dtype):
+    """To the bit, but for the whole models of three classes of their own, to rounding."""
     model = FAMILIES[name].build().to(dtype)
     inputs = FAMILIES[name].inputs(model)
     before = outputs(model, inputs)
-    nlr.augment(model, NobleConfig(rank=4, init="pretrained"), include=r".*experts", verbose=False)
-    assert same(outputs(model, inputs), before)
+    nlr.augment(model, NobleConfig(rank=4, init="pretrained"), include=include, verbose=False)
+    for found, wanted in zip(outputs(model, inputs), before, strict=True):
+        assert (found - wanted).norm() <= 4 * torch.finfo(dtype).eps * wanted.norm()
+    assert name in ("llama4_text", "longcat_flash", "dbrx") or same(outputs(model, inputs), before)
     enlarge_branches(model)
     assert not same(outputs(model, inputs), before)
     with nlr.branches_disabled(model):
@@ -304,8 +294,8 @@ def test_own_classes_are_counted_by_the_experts_of_a_token(name):
     assert 0.1 * before < within.parameters_added <= 0.2 * before
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_own_classes_are_copied_and_compiled(name):
+@pytest.mark.parametrize("name", CLASSES)
+def test_mixtures_are_copied_pickled_and_compiled(name):
     model = FAMILIES[name].build()
     nlr.augment(model, NobleConfig(rank=4), verbose=False)
     enlarge_branches(model)
@@ -453,27 +443,19 @@ def test_nora_gives_each_expert_coefficients_of_its_own(name, tuning, rational, 
     assert torch.equal(realigned(loaded)(ids).logits, realigned(merged)(ids).logits)
 
 
-def test_an_augmented_mixture_is_copied_pickled_compiled_and_checkpointed():
+def test_an_augmented_mixture_is_checkpointed():
     sizes = _sizes(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=64)
     model = AutoModelForCausalLM.from_config(sizes)
     nlr.augment(model, NobleConfig(rank=4), verbose=False)
     enlarge_branches(model)
     ids = torch.randint(64, (2, 8))
-    logits = model(ids).logits
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(other(ids).logits, logits)
-    model.loss_function(logits, ids, vocab_size=64).backward()
+    model(ids, labels=ids).loss.backward()
     plain = {name: value.grad for name, value in model.named_parameters()}
     model.zero_grad()
     model.activation_checkpointing_enable()
     model.train()(ids, labels=ids).loss.backward()
     for name, value in model.named_parameters():
         assert torch.equal(value.grad, plain[name]), name
-    experts = model.model.layers[0].mlp.experts
-    x, (index, weights) = torch.randn(TOKENS, WIDTH), _routing()
-    weights = weights.float()
-    compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, index, weights), experts(x, index, weights))
 
 
 class OtherExperts(torch.nn.Module):
