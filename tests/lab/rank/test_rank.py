@@ -1,6 +1,7 @@
-"""Ranks and spectra against plain SVDs."""
+"""Ranks and spectra against plain SVDs; the paper's bounds where they hold, and counterexamples where they do not."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -97,3 +98,89 @@ def test_sine_raises_the_rank_with_omega_and_relu_does_not():
     up, down = kaiming_factors((40, 40), 1, torch.Generator().manual_seed(0), init="kaiming_zero")
     assert spectrum(torch.relu(up @ down)).rank(1e-7) == 2
     assert min(spectrum(ACTIVATIONS[name](20 * up @ down)).rank(1e-7) for name in ("sine", "tanh", "sigmoid")) > 4
+
+
+def a_matrix():
+    """Any shape, any scale, sometimes with zeros, sometimes of low rank."""
+    m, n, k = (int(each) for each in torch.randint(1, 9, (3,)))
+    matrix = torch.randn(m, n, dtype=torch.float64)
+    if torch.rand(()) < 0.4:
+        matrix = torch.randn(m, k, dtype=torch.float64) @ torch.randn(k, n, dtype=torch.float64)
+    if torch.rand(()) < 0.4:
+        matrix = matrix * (torch.rand(m, n) < 0.5)
+    matrix[0, 0] = matrix[0, 0] or 1.0
+    return matrix * 10 ** float(torch.empty(()).uniform_(-4, 4))
+
+
+def largest_omega(matrix):
+    size = matrix.abs()
+    return math.pi / (3 * float(size[size > 0].min()))
+
+
+def sine_bounds(matrix, omega):
+    """Both sides of the paper's inequalities (sine_lowrank.txt, 3.2.2 and A.1), as printed and as they hold.
+
+    |A| and sqrt are entry by entry; (30) claims that equation (29) reaches k. Up to `largest_omega` all is stated.
+    """
+    size, sine = matrix.abs(), torch.sin(omega * matrix)
+    a_min, root = float(size[size > 0].min()), float(torch.linalg.matrix_norm(size.sqrt(), 2))
+    frobenius, operator = float(sine.square().sum()), float(torch.linalg.matrix_norm(sine, 2)) ** 2
+    return SimpleNamespace(
+        largest_omega=math.pi / (3 * a_min),
+        frobenius_squared=frobenius,
+        lemma_1=(omega * a_min) ** 2 / 4,  # bounds the above from below
+        lemma_1_printed=omega**2 * a_min,
+        operator_squared=operator,
+        lemma_2=omega * root**2,  # bounds the above from above
+        stable_rank=frobenius / operator if operator else math.nan,
+        proposition_1=omega / 4 * (a_min / root) ** 2,
+        proposition_1_printed=omega * (a_min / root) ** 2,
+        equation_29=omega * a_min / root,
+    )
+
+
+def test_corrected_bounds_hold_up_to_the_stated_omega():
+    for _ in range(200):
+        matrix = a_matrix()
+        bounds = sine_bounds(matrix, float(torch.rand(())) * largest_omega(matrix) or 1e-9)
+        assert bounds.frobenius_squared >= bounds.lemma_1 * (1 - 1e-12)
+        assert bounds.stable_rank >= bounds.proposition_1 * (1 - 1e-12)
+        # And say nothing: a stable rank is never below 1.
+        assert bounds.proposition_1 <= math.pi / 12 * (1 + 1e-12)
+        assert bounds.proposition_1_printed <= math.pi / 3 * (1 + 1e-12)
+        if (matrix != 0).all():
+            assert bounds.proposition_1 <= math.pi / (12 * matrix.numel()) * (1 + 1e-12)
+        # Lemma 2 holds at any omega.
+        for omega in (bounds.largest_omega, largest_omega(matrix) * 10 ** float(torch.empty(()).uniform_(-2, 3))):
+            bounds = sine_bounds(matrix, omega)
+            assert bounds.operator_squared <= bounds.lemma_2 * (1 + 1e-12)
+
+
+def test_printed_lemma_1_and_equation_29_fail_once_a_matrix_is_small():
+    for _ in range(50):
+        matrix = a_matrix()
+        size = matrix.abs()
+        # ||sin(omega A)||_F^2 <= omega^2 ||A||_F^2, below omega^2 A_min as soon as ||A||_F^2 < A_min.
+        small = matrix * 0.5 * float(size[size > 0].min() / size.square().sum())
+        bounds = sine_bounds(small, float(torch.rand(())) * largest_omega(small) or 1e-9)
+        assert bounds.frobenius_squared < bounds.lemma_1_printed
+        # (29) grows without limit as the matrix shrinks; no rank exceeds min(m, n).
+        root = float(torch.linalg.matrix_norm(size.sqrt(), 2))
+        small = matrix * (math.pi / (4 * min(matrix.shape) * root)) ** 2
+        assert sine_bounds(small, largest_omega(small)).equation_29 > min(matrix.shape)
+
+
+def test_other_printed_statements_fail():
+    matrix = torch.rand(1, 1, dtype=torch.float64) + 0.1
+    beyond = sine_bounds(matrix, math.pi / float(matrix))
+    assert beyond.frobenius_squared < beyond.lemma_1, "lemma 1 beyond its range"
+    matrix = torch.zeros(4, 6, dtype=torch.float64)
+    matrix[2, 3] = torch.rand(()).double() + 0.1
+    bounds = sine_bounds(matrix, largest_omega(matrix))
+    assert bounds.stable_rank == pytest.approx(1)
+    assert bounds.proposition_1_printed == pytest.approx(math.pi / 3)  # 1.047, and the rank is 1
+    assert torch.linalg.matrix_rank(torch.sin(bounds.largest_omega * matrix)) == 1
+    matrix = torch.rand(5, 7, dtype=torch.float64)
+    assert matrix.sqrt().norm() > matrix.norm(), "equation (27) where entries are below one"
+    row, x = torch.tensor([[0.25, 1.0]], dtype=torch.float64), torch.tensor([2.0, -1.0], dtype=torch.float64)
+    assert (torch.sin(row) @ x).square() > (row.sqrt() @ x).square() == 0, "inequality (20) at omega = 1"
