@@ -28,8 +28,9 @@ from typing import Any
 
 from torch import nn
 
+from nonlinear_lowrank.methods.attention import attention_heads
 from nonlinear_lowrank.methods.base import dense_part, method_of_layer
-from nonlinear_lowrank.methods.experts import active_experts, expert_count, first_integer, projections
+from nonlinear_lowrank.methods.experts import active_experts, expert_count, projections
 from nonlinear_lowrank.surgery.report import own_flops
 from nonlinear_lowrank.surgery.targets import dense_parts, expert_tensors, output_head_names
 from nonlinear_lowrank.validation import check_integer
@@ -168,7 +169,8 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
         if method is not None and parameters and (plain := method.plain(module)) is not None:
             branch_parameters = parameters - plain.parameters
         if id(module) in attention:
-            width = _attention_width(module, model)
+            number, each = attention_heads(module, getattr(model, "config", None))
+            width = number * each if number and each else None
             if width is None:
                 notes.append(f"attention of {name} ({type(module).__name__}) is not counted: no head sizes found")
             else:
@@ -203,15 +205,3 @@ def _innermost_attention(model: nn.Module) -> Iterable[nn.Module]:
         named = [each for each in module.modules() if "Attention" in type(each).__name__]
         if named == [module] and any(True for _ in module.parameters()):
             yield module
-
-
-def _attention_width(module: nn.Module, model: nn.Module) -> int | None:
-    """Return heads x head width; None if neither the module nor a config says."""
-    if isinstance(module, nn.MultiheadAttention):
-        return module.embed_dim
-    config = getattr(module, "config", None) or getattr(model, "config", None)
-    heads = first_integer([module, config], ("num_heads", "num_attention_heads", "n_heads", "n_head"))
-    head_width = first_integer([module, config], ("head_dim", "attention_head_size"))
-    if heads is not None and head_width is not None:
-        return heads * head_width
-    return heads and first_integer([config, module], ("hidden_size", "embed_dim", "d_model"))

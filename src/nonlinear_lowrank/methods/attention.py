@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from .experts import first_integer
 from .matrix import linear_shape
 
 SEPARATE = ("q_proj", "query", "query_proj", "q_lin", "q_linear", "linear_q", "to_q", "wq", "q", "q_attn")
@@ -54,17 +55,15 @@ def row_groups(name: str, parent: Any) -> int | None:
     return None if own == BY_HEAD else 1
 
 
-def _stated(parent: nn.Module | None, *names: str) -> int | None:
-    """Return the first of these integers that an attention or its config has."""
-    found = (getattr(source, name, None) for source in (parent, getattr(parent, "config", None)) for name in names)
-    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), None)
+def attention_heads(parent: Any, config: Any = None) -> tuple[int | None, int | None]:
+    """Return the number of an attention's query heads and their width; None where neither it nor a config says.
 
-
-def attention_heads(parent: nn.Module | None) -> tuple[int | None, int | None]:
-    """Return the number of an attention's query heads and their width; None where neither it nor its config says."""
-    heads = _stated(parent, "num_heads", "num_attention_heads", "n_heads", "n_head")
-    head = _stated(parent, "head_dim", "attention_head_size", "head_size")
-    width = _stated(parent, "embed_dim", "hidden_size", "d_model")
+    Its own config is asked before the given one, the model's.
+    """
+    sources = (parent, getattr(parent, "config", None), config)
+    heads = first_integer(sources, ("num_heads", "num_attention_heads", "n_heads", "n_head"))
+    head = first_integer(sources, ("head_dim", "attention_head_size", "head_size"))
+    width = first_integer(sources, ("embed_dim", "hidden_size", "d_model"))
     if head is None and heads is not None and width is not None:
         head = width // heads
     return heads, head
@@ -85,7 +84,8 @@ def fused_widths(name: str, module: Any, parent: nn.Module) -> tuple[tuple[str, 
     if heads is not None and head is not None:
         # Without a number of their own there are as many keys and values.
         q = heads * head
-        k = head * (_stated(parent, "num_key_value_heads", "num_kv_heads", "kv_heads") or heads)
+        keys = ("num_key_value_heads", "num_kv_heads", "kv_heads")
+        k = head * (first_integer((parent, getattr(parent, "config", None)), keys) or heads)
     if d_out != q + 2 * k or q % groups or k % groups:
         return f"its {d_in} -> {d_out} are not the {q} queries and twice {k} keys and values of {kind}"
     others = ("v_proj", "k_proj") if kind.startswith("CodeGen") else ("k_proj", "v_proj")
