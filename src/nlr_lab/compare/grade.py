@@ -7,7 +7,7 @@
 | flattened     | neither curve improved by more than the difference over the last fifth of its steps               |
 | evaluations   | there are enough to tell that, and to read a speed off: ten a curve, and no crossing at the first |
 | equal FLOPs   | it has no more FLOPs than the other arm, or is better than a control that has as many as it       |
-| equal hours   | its wall-clock speedup is above 1 (its interval excludes 1)                                       |
+| equal hours   | its wall-clock speedup is above 1 (its interval excludes 1), and it did not end worse             |
 | downstream    | it is a score on a task, not the loss that was trained                                            |
 
 All is read from the record. "Faster" is said of hours alone, and only where the first six are met.
@@ -34,13 +34,16 @@ def conditions_met(results: Record, name: str, other: str) -> tuple[str, ...]:
     """
     arms, pair = {arm["name"]: arm for arm in results["arms"]}, results["against"][other][name]
     both, cautions = (arms[name], arms[other]), pair["cautions"]
+    better = 1 if results["metric"]["higher_is_better"] else -1
+    # A curve that crossed the other's end and rose again is no speed that anyone gets.
+    ended = better * (pair["delta"]["value"] or 0) >= 0
     met = {
         "seeds": pair["n"] >= _LEAST_SEEDS and pair["p_holm"] is not None and pair["p_holm"] < _LEVEL,
         "tuned": all(_tuned(arm) for arm in both),
         "flattened": not {"flattened", "seldom"} & cautions.keys(),
         "evaluations": not {"evaluations", "seldom"} & cautions.keys(),
         "equal FLOPs": _equal_flops(results, arms, name, other),
-        "equal hours": pair["wall_clock_speedup"]["shown"] and pair["wall_clock_speedup"]["value"] > 1,
+        "equal hours": ended and pair["wall_clock_speedup"]["shown"] and pair["wall_clock_speedup"]["value"] > 1,
         "downstream": results["metric"]["name"] != "loss",
     }
     return tuple(each for each in CONDITIONS if met[each])
