@@ -102,12 +102,22 @@ def measure_arms(
 
 
 def forward_flops(model: nn.Module, recipe: Recipe, prepared: Any) -> float | None:
-    """FLOPs per token (or patch) of the matrix products of one forward pass on the CPU, attention included.
+    """FLOPs per token (or patch) of the matrix products of a step's forward pass, attention included.
 
-    Counted as the operators run, so that a user's own change is counted as well; None when the model cannot run under
+    Counted as the operators run on the CPU, so that a user's own change is counted as well, for one sequence and for
+    two: what does not grow, such as forming a weight, is paid once for a batch. None when the model cannot run under
     the counter.
     """
-    inputs = {name: value for name, value in prepared.collate([prepared.train[0]]).items() if name != "labels"}
+    counted = [_count_flops(model, prepared.collate([prepared.train[0]] * rows)) for rows in (1, 2)]
+    if None in counted:
+        return None
+    one, two = counted
+    rows = max(1, recipe.train.batch_size // (world_size() * recipe.train.gradient_accumulation))
+    return (two - one + (2 * one - two) / rows) / recipe.task.sequence_length
+
+
+def _count_flops(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
 
     # The branch adds its last product in place, which torch's table of operators does not have.
     def in_place(into: torch.Size, left: torch.Size, right: torch.Size, **_: Any) -> int:
@@ -127,7 +137,7 @@ def forward_flops(model: nn.Module, recipe: Recipe, prepared: Any) -> float | No
             model.eval()(**inputs)
     except (RuntimeError, NotImplementedError):
         return None
-    return counter.get_total_flops() / recipe.task.sequence_length
+    return counter.get_total_flops()
 
 
 def training_step(recipe: Recipe, arm: Arm, prepared: Any) -> Callable[[], None]:

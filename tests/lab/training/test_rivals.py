@@ -1,5 +1,7 @@
 """`cola` and `sltrain`: what is counted, drawn, computed and trained."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -77,6 +79,10 @@ def test_cola_costs_fewer_flops():
     recipe = make_recipe()
     costs = [forward_flops(built(text), recipe, TEXT) for text in ("cola", "baseline", "sltrain")]
     assert costs == sorted(costs)
+    larger = replace(recipe, train=replace(recipe.train, batch_size=64 * recipe.train.batch_size))
+    cola, _, sltrain = (forward_flops(built(text), larger, TEXT) for text in ("cola", "baseline", "sltrain"))
+    assert cola == costs[0], "nothing is formed"
+    assert 0 < (sltrain - costs[1]) * 60 < costs[2] - costs[1], "its weight is formed once a batch"
 
 
 def test_refuses_models_without_plain_linears():
