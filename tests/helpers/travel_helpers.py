@@ -38,9 +38,9 @@ ROWS = {
     "low-rank": (("llama", "mixtral"), [nlr.SineLowRankConfig(rank=2, activation="identity", gain=2)]),
     "rational": ((*_ALL, *OWN_EXPERTS), [nlr.RationalConfig(groups=4)]),
     "rational-exact": (("gpt2",), [nlr.RationalConfig(anchor="exact", form="sum_of_abs", degrees=(3, 2))]),
-    "query": (("llama", "gpt2", "mixtral", "vit"), [nlr.NonlinearQueryConfig()]),
+    "query": (("llama", "gpt2", "mixtral", "vit", "t5"), [nlr.NonlinearQueryConfig()]),
     "kept-query": (("gpt2", "vit"), [nlr.NonlinearQueryConfig(residual="linear")]),
-    "qk-norm": (("llama", "gpt2", "mixtral", "vit"), [nlr.QKNormConfig()]),
+    "qk-norm": (("llama", "gpt2", "mixtral", "vit", "t5"), [nlr.QKNormConfig()]),
     "several": (("llama", "gpt2"), [nlr.NobleConfig(rank=3), nlr.RationalConfig(groups=4), nlr.QKNormConfig()]),
     "on-sine-experts": (
         ("mixtral", "longcat_flash", "dbrx"),

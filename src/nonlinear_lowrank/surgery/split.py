@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.attention import BY_HEAD, FUSED, fused_widths
 from nonlinear_lowrank.methods.base import dense_part, method_of_layer
+from nonlinear_lowrank.methods.experts import ExpertsLayer
 from nonlinear_lowrank.methods.matrix import is_plain_linear, linear_shape, replace_modules
 
 from .attention import kept_back
@@ -172,20 +173,40 @@ def _planned(model: nn.Module) -> tuple[dict[nn.Module, SplitLinear], dict[str, 
 def drawn_whole(model: nn.Module) -> Iterator[None]:
     """Let a model's init, inside a `with` block, draw the fused tensors of its split linears, as in the plain model.
 
-    The parts' tensors that are not loaded then get their rows of what was drawn.
+    The parts' tensors that are not loaded then get their rows of what was drawn. Inits that draw the weights of an
+    attention (T5's) find one that counts as loaded where a layer has none.
     """
     new: dict[nn.Module, Any] = {each: _undrawn(each) for each in model.modules() if isinstance(each, SplitLinear)}
-    replace_modules(model, new)
+    bare = {each: _stand_in(each) for each in model.modules() if _is_bare(each)}
+    replace_modules(model, new | bare)
     try:
         yield
     finally:
-        replace_modules(model, {fused: split for split, fused in new.items()})
+        for swapped in (new, bare):  # layers inside of splits are found again once these are back
+            replace_modules(model, {other: each for each, other in swapped.items()})
     split: Any
     for split, fused in new.items():
         for tensor, drawn in fused.named_parameters():
             for linear, rows in zip(_linears(split), split.rows(tensor, drawn), strict=True) if drawn.numel() else ():
                 if linear is not None:
                     init.copy_(getattr(linear, tensor), rows)
+
+
+def _is_bare(module: nn.Module) -> bool:
+    method = method_of_layer(module)
+    has_weight = hasattr(type(module), "weight") or "weight" in module._parameters
+    return method is not None and method.kind == "linear" and not has_weight and not isinstance(module, ExpertsLayer)
+
+
+def _stand_in(layer: Any) -> nn.Module:
+    """Return the plain linear inside a layer, or one that counts as loaded."""
+    if method_of_layer(layer).wraps:  # type: ignore[union-attr]
+        inside: nn.Module = layer.projection
+        return inside if hasattr(inside, "weight") else _stand_in(inside)
+    linear = nn.Linear(1, 1, device="meta")  # where nothing is drawn
+    for parameter in linear.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    return linear
 
 
 def _linears(split: Any) -> list[Any]:

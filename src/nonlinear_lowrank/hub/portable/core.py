@@ -70,7 +70,11 @@ class AugmentedModel:
     def initialize_weights(self) -> None:
         """Draw as the plain model does, then the new layers by their own init; skip what was loaded."""
         new = [layer for layer in _layers(self) if not getattr(layer, "_is_hf_initialized", False)]
+        # Inits that draw the weights of an attention (T5's) find one that counts as loaded where a layer has none.
+        bare = {each: _stand_in(each) for each in _layers(self) if hasattr(each, "shape") and not _has_weight(each)}
+        _put(self, bare)  # type: ignore[arg-type]
         super().initialize_weights()  # type: ignore[misc]
+        _put(self, {other: each for each, other in bare.items()})  # type: ignore[arg-type]
         _draw(new)
 
     @classmethod
@@ -95,6 +99,20 @@ def _layers(model: Any) -> Iterator[Any]:
     return (module for module in model.modules() if isinstance(module, Layer))
 
 
+def _has_weight(layer: Any) -> bool:
+    return hasattr(type(layer), "weight") or "weight" in layer._parameters
+
+
+def _stand_in(layer: Any) -> Any:
+    inside = getattr(layer, "projection", None)
+    if inside is not None:
+        return _stand_in(inside) if isinstance(inside, Layer) and not _has_weight(inside) else inside
+    linear = nn.Linear(1, 1, device="meta")  # where nothing is drawn
+    for parameter in linear.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    return linear
+
+
 def names_here(model: Any, saved: list[str]) -> list[str]:
     """Return saved names as this class has them: a backbone lacks its prefix under a head, and a head's modules."""
     plain = {name for name, each in model.named_modules(remove_duplicate=False) if not isinstance(each, Layer)}
@@ -108,12 +126,15 @@ def replace(model: nn.Module, names: list[str], build: Callable[[str, Any], nn.M
     """Put `build(name, module)` in every place of each module, which may have several; return them by name."""
     modules = {name: model.get_submodule(name) for name in names}
     layers = {name: build(name, module).train(module.training) for name, module in modules.items()}
-    new = {module: layers[name] for name, module in modules.items()}
+    _put(model, {module: layers[name] for name, module in modules.items()})
+    return layers
+
+
+def _put(model: nn.Module, new: dict[Any, Any]) -> None:
     for parent in list(model.modules()):
         for child, module in list(parent._modules.items()):
             if module in new:
                 setattr(parent, child, new[module])
-    return layers
 
 
 def with_state(layer: Any, module: Any) -> Any:
