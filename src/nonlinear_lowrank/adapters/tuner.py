@@ -160,6 +160,11 @@ class CheckedTuner(BaseTuner):
             mine = name.endswith("base_layer.weight") or f".{self.prefix}" in name
             if mine and hasattr(tensor, "device_mesh"):
                 raise UserError(f"{name} is sharded; merge before sharding, in one process")
+        for name, module in self.model.named_modules():
+            if getattr(module, "weight_name", None) and module.quantization_backend is None:
+                weight = getattr(module.get_base_layer(), module.weight_name)
+                if not isinstance(weight, nn.Parameter):
+                    raise UserError(f"{name} computes its weight from others, which no merge can change: keep it apart")
 
     def _before_merge(self, adapter_names: list[str] | None, safe_merge: bool) -> None:
         if isinstance(adapter_names, str):

@@ -168,6 +168,15 @@ def random_inputs(model: Any) -> dict[str, Tensor]:
                 tokens[tokens == end] = (end + 1) % text.vocab_size
                 tokens[:, -1] = end
             inputs["decoder_input_ids"] = inputs["input_ids"].flip(0)
+    if "input_features" in names:  # of speech models: twice as many frames as positions, where a config counts those
+        frames = 2 * getattr(config, "max_source_positions", 512)
+        bins = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", 80)
+        shape: tuple[Any, ...] = (
+            (_SEQUENCES, bins, frames) if config.model_type.endswith("whisper") else (_SEQUENCES, frames, bins)
+        )
+        inputs["input_features"] = torch.randn(shape, device=model.device, dtype=model.dtype)
+        if config.is_encoder_decoder:
+            inputs["decoder_input_ids"] = torch.randint(text.vocab_size, (_SEQUENCES, 4), device=model.device)
     if "pixel_values" in names:
         vision = getattr(config, "vision_config", config)
         size = getattr(vision, "image_size", None) or 224
@@ -182,7 +191,7 @@ def first_output(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, str]:
     """Return the model's first output on the inputs, with its name and shape."""
     try:
         outputs = model(**inputs)
-    except (RuntimeError, ValueError, TypeError) as error:
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         given = " and ".join(inputs) or "nothing: its input is neither tokens nor pixels"
         raise UserError(f"cannot measure {type(model).__name__} on random {given}: {one_line(error)}") from error
     name, value = next((name, value) for name, value in outputs.items() if isinstance(value, Tensor))

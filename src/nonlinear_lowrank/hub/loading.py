@@ -197,14 +197,22 @@ def load_causal_adapter(path: str | Path, *, base: str | None = None, **kwargs: 
     return put_adapter(model, folder, base=named)
 
 
+def embedding_of(model: Any) -> Any:
+    """Return the module that takes a model's tokens, or patches; None where it has none of its own (CLIP has two)."""
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+
+
 def make_room(model: Any, folder: Path) -> None:
     """Give a model rows for the tokens that were added for tuning; the adapter in the folder brings them."""
-    embedding: Any = model.get_input_embeddings()
+    embedding = embedding_of(model)
     name = next((name for name, module in model.named_modules() if module is embedding), "")
     shapes = tensor_shapes(folder / ADAPTER_WEIGHTS)
     brought = (shapes.get(f"base_model.model.{name}.{end}") for end in ("weight", "base_layer.weight"))
     rows = next((shape[0] for shape in brought if shape), 0)
-    if rows > getattr(embedding, "num_embeddings", rows):
+    if embedding is not None and rows > getattr(embedding, "num_embeddings", rows):
         model.resize_token_embeddings(rows, mean_resizing=False)
 
 

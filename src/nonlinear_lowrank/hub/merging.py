@@ -28,6 +28,7 @@ from .loading import (
     base_class,
     base_of,
     check_weights,
+    embedding_of,
     head_labels,
     is_mergeable,
     load_model,
@@ -268,7 +269,7 @@ def _untie(model: Any, folder: Path) -> bool:
         # Of modules_to_save the adapter's own copy takes the place of the original.
         if isinstance(weight := module._parameters.get("weight"), Tensor) and not name.endswith(".original_module"):
             owners.setdefault(id(weight), []).append((name, module))
-    both = (model.get_input_embeddings(), model.get_output_embeddings())
+    both = (embedding_of(model), model.get_output_embeddings())
     ends = {id(end.get_base_layer() if hasattr(end, "get_base_layer") else end) for end in both if end}
     found = False
     for name, layer in list(model.named_modules()):

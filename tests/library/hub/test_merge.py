@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from adapter_helpers import FAMILIES, PEFT_WARNINGS, ROWS, batch
 from cli_helpers import run
-from nonlinear_lowrank import SineLoraConfig, UserError
+from nonlinear_lowrank import SineLoraConfig, SineLowRankConfig, UserError, augment
 from nonlinear_lowrank.hub import load_model, merging
 from nonlinear_lowrank.hub.merging import merge_adapter
 from rounding_helpers import assert_close_by_norm
@@ -317,3 +317,36 @@ def test_merging_refuses_bad_arguments(tmp_path):
     ):
         with pytest.raises(UserError, match=words):
             merge_adapter(adapter, tmp_path / out, **options)
+
+
+@pytest.mark.parametrize("kind", ["speech", "two embeddings"])
+def test_merging_measures_other_inputs(tmp_path, kind):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if kind == "speech":
+        own = {"vocab_size": 64, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "num_mel_bins": 8}
+        own |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_source_positions": 10}
+        tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0)
+        base = hf.WhisperForConditionalGeneration(hf.WhisperConfig(**own, **tokens, encoder_ffn_dim=48))
+    else:
+        text = {**sizes, "vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+        vision = {**sizes, "image_size": 16, "patch_size": 8}
+        base = hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
+    base.save_pretrained(tmp_path / "base")
+    loaded = type(base).from_pretrained(tmp_path / "base")
+    get_peft_model(loaded, LORA(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    merge_adapter(tmp_path / "adapter", tmp_path / "out")
+    merged = type(base).from_pretrained(tmp_path / "out").state_dict()
+    changed = {name for name, tensor in base.state_dict().items() if not torch.equal(tensor, merged[name])}
+    assert changed == {name for name in merged if name.endswith("q_proj.weight")}
+
+
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")
+def test_merging_into_a_computed_weight_is_refused():
+    model = FAMILIES["llama"].make()
+    augment(model, SineLowRankConfig(rank=2, omega=30), include=r".*down_proj", verbose=False)
+    adapted = get_peft_model(model, SINE_LORA(r=2, target_modules=["q_proj", "down_proj"]))
+    before = {name: tensor.clone() for name, tensor in adapted.state_dict().items()}
+    for merge in (adapted.merge_adapter, adapted.merge_and_unload):
+        with pytest.raises(UserError, match=r"down_proj computes its weight from others"):
+            merge()
+    assert all(torch.equal(before[name], tensor) for name, tensor in adapted.state_dict().items())
