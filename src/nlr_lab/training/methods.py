@@ -428,6 +428,7 @@ def _dense_parts(model: nn.Module, ends: Sequence[str]) -> list[str]:
 
 
 _LORA = AdapterArm(config=("peft", "LoraConfig"), shown=("r", "lora_alpha", "lora_dropout", "target_modules", "plus"))
+_OFT = AdapterArm(config=("peft", "OFTConfig"), shown=("oft_block_size", "target_modules"), rank="oft_block_size")
 _PEANUT = AdapterArm(config=("peft", "PeanutConfig"), shown=("r", "depth", "act_fn", "scaling", "target_modules"))
 
 TUNINGS: tuple[Tuning, ...] = (
@@ -436,7 +437,7 @@ TUNINGS: tuple[Tuning, ...] = (
     Tuning("lora", _LORA, control=True),
     Tuning("dora", replace(_LORA, fixed={"use_dora": True}), control=True),
     Tuning("peanut", _PEANUT, control=True),
-    Tuning("oft", AdapterArm(config=("peft", "OFTConfig"), shown=("oft_block_size", "target_modules")), control=True),
+    Tuning("oft", _OFT, control=True),
     *(Tuning(*arm) for method in all_methods().values() for arm in method.adapter_arms.items()),
 )
 

@@ -24,7 +24,9 @@ from training_helpers import FakeText, make_recipe
 
 SMALL = ModelBenchConfig(width=32, layers=1, heads=2, hidden=48, vocab_size=67, ranks=(4,), family="llama")
 SHARED = ModelBenchConfig(width=32, layers=1, heads=2, hidden=48, vocab_size=67, ranks=(4,), share_down="qkv")
-OURS = [name for name in METHODS if name not in ("lora", "dora", "peanut", "nora++")]  # ++ is NoRA and peft's LoRA
+OURS = [
+    name for name in METHODS if name not in ("lora", "dora", "peanut", "oft", "nora++")
+]  # ++ is NoRA and peft's LoRA
 CASES = [*((name, SMALL) for name in OURS), ("noble", SHARED)]
 IDS = [*OURS, "noble, shared down"]
 

@@ -82,7 +82,7 @@ class FusedNoble(nn.Module):
         """Return y (..., d_out) of the layer at this place, one of several."""
         if self.hand_off.apart(x):
             return self._compute(x, place)[0]
-        changes = None if x.is_inference() or torch.compiler.is_compiling() else x._version
+        changes = None if torch.compiler.is_compiling() or x.is_inference() else x._version
         y: Tensor = self.hand_off.take(x, place, self._compute, changes)[place]
         return y
 
