@@ -75,3 +75,15 @@ def test_own_inits_can_be_given_and_trained_weights_have_none():
     assert "but for" not in str(report)
     with pytest.raises(UserError, match="own_init must be a tuple of names, got 'q'"):
         NobleConfig(own_init="q")
+
+
+def test_zero_gates_of_any_module_stay_and_names_of_none_are_refused():
+    def closed(*names):
+        model = nn.ModuleDict({"first": nn.Linear(16, 16), "gate": nn.Sequential(nn.SiLU(), nn.Linear(16, 16))})
+        nn.init.zeros_(model["gate"][1].weight)
+        nlr.augment(model, nlr.NobleConfig(rank=4, own_init=names or None), verbose=False)
+        return [name for name in ("first", "gate.1") if not model.get_submodule(name).weight.any()]
+
+    assert closed() == closed("gate.1.weight") == closed("gate.*.weight") == ["gate.1"]
+    with pytest.raises(UserError, match=r"own_init has 'gates.weight', which is the weight or bias of no linear"):
+        closed("gates.weight")

@@ -71,4 +71,11 @@ def own_inits(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
 def has_own_init(name: str, tensor: str, own: Iterable[str]) -> bool:
     """Return whether a linear's "weight" or "bias" is among `own_inits`; a head's prefix may be there or not."""
     ours = f".{folded(name)}.{tensor}"
-    return any(ours.endswith(f".{each}") or f".{each}".endswith(ours) for each in own)
+    return any(ours.endswith(f".{folded(each)}") or f".{folded(each)}".endswith(ours) for each in own)
+
+
+def zero_weights(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the weights of these linears that are all zero, by folded name: gates and outputs that start closed."""
+    weights = ((folded(name), getattr(model.get_submodule(name), "weight", None)) for name in names)
+    held = ((name, each) for name, each in weights if isinstance(each, Tensor) and not each.is_meta)
+    return tuple(dict.fromkeys(f"{name}.weight" for name, each in held if not each.any()))

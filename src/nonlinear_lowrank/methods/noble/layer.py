@@ -52,7 +52,7 @@ from nonlinear_lowrank.methods.matrix import linear_shape
 
 from .config import NobleConfig
 from .experts import NobleExperts, branch_shapes
-from .inits import draw_bias, draw_mix, has_own_init, own_inits
+from .inits import draw_bias, draw_mix, has_own_init, own_inits, zero_weights
 from .op import Branch, bottleneck, noble_branch, noble_linear, wide
 
 if TYPE_CHECKING:
@@ -282,9 +282,13 @@ class NobleMethod(Method):
         return config if config.init != "auto" else replace(config, init="pretrained" if pretrained else "scratch")
 
     def complete(self, model: nn.Module, config: Any, names: list[str]) -> Any:
+        for each in config.own_init or ():
+            if not any(has_own_init(name, tensor, [each]) for name in names for tensor in ("weight", "bias")):
+                raise UserError(f"own_init has {each!r}, which is the weight or bias of no linear to be swapped")
         if config.own_init is not None or config.init != "scratch":
             return config
-        return replace(config, own_init=own_inits(model, names) if isinstance(model, PreTrainedModel) else ())
+        find = own_inits if isinstance(model, PreTrainedModel) else zero_weights
+        return replace(config, own_init=find(model, names))
 
     def settings(self, config: Any, layers: Collection[nn.Module]) -> list[str]:
         found = [f"init: {config.init}" + f", but for {', '.join(config.own_init or ())}" * bool(config.own_init)]
