@@ -1,4 +1,5 @@
-"""Modules that peft's tuners take in augmented models where a config names none: those it takes in the plain model.
+"""Modules that peft's tuners take in augmented models: those in the layers that a config names, or where it names none
+those it takes in the plain model.
 
 peft chooses them by the model_type of the config, and a twin has one of its own. The linear beside a branch is
 "q_proj.dense", that behind QK-norm "q_proj.projection".
@@ -7,6 +8,7 @@ peft chooses them by the model_type of the config, and a twin has one of its own
 from collections import defaultdict
 from typing import Any
 
+from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import dense_part, method_of_layer
 from nonlinear_lowrank.surgery.split import SplitLinear
 
@@ -14,13 +16,18 @@ from .registration import TYPE_PREFIX
 
 
 def fill_in_targets(tuner: Any, model: Any, config: Any) -> None:
-    """Set `config.target_modules` for an augmented model, where it is None and the tuner knows the plain model's type.
+    """Set `config.target_modules` for an augmented model: where it is None and the tuner knows the plain model's type,
+    and where a tuner of peft's own is given names, of layers that it does not take whole.
 
-    Names that no longer hold a linear of their own (sine low-rank weights, nonlinear queries) are left out.
+    Names that no longer hold a linear of their own (sine low-rank weights, nonlinear queries) are left out of the
+    former, and raise UserError among the latter.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     known = getattr(tuner, "target_module_mapping", {}).get(str(model_type).removeprefix(TYPE_PREFIX))
-    named = getattr(config, "target_modules", ()) is not None or getattr(config, "target_parameters", None)
+    given: Any = getattr(config, "target_modules", ())
+    named = given is not None or getattr(config, "target_parameters", None)
+    if given and not isinstance(given, str) and type(tuner).__module__.startswith("peft."):
+        known, named = given, None
     if named or not str(model_type).startswith(TYPE_PREFIX) or not isinstance(known, list | tuple | set):
         return
     places: dict[str, list[str]] = defaultdict(list)  # whole names, by the end that they have beside the plain name
@@ -30,6 +37,12 @@ def fill_in_targets(tuner: Any, model: Any, config: Any) -> None:
             continue
         for inner in _inside(module):
             places[plain + inner].append(name + inner)
+    if given and known is given:
+        held = {name for name, module in model.named_modules() if method_of_layer(module) and not _inside(module)}
+        for name in held:
+            if any(f".{name}".endswith(f".{each}") for each in given):
+                raise UserError(f"{name} holds no plain linear that peft could adapt; leave it out of target_modules")
+        places |= {each: [each] for each in given if not any(end.startswith(each) for end in places)}
     # A name with two ends would also match layers that no tuner takes.
     several = len({end.removesuffix(".dense").removesuffix(".projection") for end in places}) < len(places)
     if places:

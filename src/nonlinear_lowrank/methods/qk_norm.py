@@ -145,7 +145,10 @@ class QKNormMethod(Method):
         """Return the config with the head width of the model's attention."""
         if config.head_width is not None:
             return config
-        found = {attention_heads(model.get_submodule(name.rpartition(".")[0]))[1] for name in names}
+        parents = {model.get_submodule(path): path for path in (name.rpartition(".")[0] for name in names)}
+        # The parts of a split projection are in a module of their own.
+        paths = [path.rpartition(".")[0] if hasattr(each, "parts") else path for each, path in parents.items()]
+        found = {attention_heads(model.get_submodule(path))[1] for path in paths}
         if len(found) != 1 or None in found:
             raise UserError(
                 "the model's attention does not say how wide its heads are; give QKNormConfig(head_width=...)"

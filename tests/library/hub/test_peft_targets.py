@@ -66,3 +66,15 @@ def test_named_targets_and_plain_models_stay():
     assert named.peft_config["default"].target_modules == {"k_proj.dense"}
     plain = peft.get_peft_model(FAMILIES["llama"](), peft.LoraConfig())
     assert plain.peft_config["default"].target_modules == {"q_proj", "v_proj"}
+
+
+@pytest.mark.parametrize("adapter", [peft.LoraConfig, peft.PeanutConfig])
+@pytest.mark.parametrize("choice", [{}, SOME], ids=["all layers", "some layers"])
+def test_names_are_those_of_the_plain_model(adapter, choice):
+    def adapted(*methods):
+        model = peft.get_peft_model(augmented("llama", *methods, **choice), adapter(r=2, target_modules=["q_proj"]))
+        return {name.removesuffix(".dense") for name in model.base_model.targeted_module_names}
+
+    assert adapted(NOBLE) == adapted() == {f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)}
+    with pytest.raises(nlr.UserError, match=r"0\.self_attn\.q_proj holds no plain linear .* leave it out"):
+        adapted(nlr.NonlinearQueryConfig())

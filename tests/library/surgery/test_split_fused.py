@@ -414,3 +414,8 @@ def test_a_plain_folder_is_refused_by_a_split_model(tmp_path):
     plain.save_pretrained(tmp_path)
     words = r"does not fit .*missing \(transformer\.h\.0\.attn\.c_attn\.k_proj"
     assert_refused(words, type(model).from_pretrained, tmp_path, config=model.config)
+
+
+def test_qk_norm_reads_the_heads_around_a_split_projection():
+    report = nlr.augment(FAMILIES["phi3"].build(), nlr.QKNormConfig(), split_fused=True, verbose=False)
+    assert {name.rpartition(".")[2] for name in report.swapped} == {"q_proj", "k_proj"}
