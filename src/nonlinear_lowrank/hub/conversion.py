@@ -101,7 +101,9 @@ def convert(
     """
     check_choice("up_init", up_init, ("zero", "paper"))
     method = known_method(config)
-    if method.wraps or (method.replaces_weights and not method.keeps_weights_by):
+    if method.wraps:
+        raise UserError(f"{method.name} changes what a trained model computes; augment the model and train it on")
+    if method.replaces_weights and not method.keeps_weights_by:
         raise UserError(
             f"{method.name} discards trained weights; use NobleConfig, RationalConfig, NonlinearQueryConfig or "
             "SineLowRankConfig"

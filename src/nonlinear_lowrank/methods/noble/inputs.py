@@ -163,8 +163,8 @@ def group(layers: Mapping[str, Any]) -> None:
     )
     if not found:
         raise UserError(
-            "fuse_shared_inputs needs separate query, key and value, or gate and up, projections of one rank among the "
-            "linears to swap, and there are none; omit it"
+            "fuse_shared_inputs needs separate query, key and value, or gate and up, projections of one rank, all "
+            "with a bias or none, among the linears to swap, and there are none; omit it"
         )
     for names in found:
         NobleGroup([layers[name] for name in names])
