@@ -30,7 +30,7 @@ from torch import nn
 
 from nonlinear_lowrank.methods.attention import attention_heads
 from nonlinear_lowrank.methods.base import dense_part, method_of_layer
-from nonlinear_lowrank.methods.experts import active_experts, expert_count, projections
+from nonlinear_lowrank.methods.experts import active_experts, expert_count, first_integer, projections
 from nonlinear_lowrank.surgery.report import own_flops
 from nonlinear_lowrank.surgery.targets import dense_parts, expert_tensors, output_head_names
 from nonlinear_lowrank.validation import check_integer
@@ -169,12 +169,11 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
         if method is not None and parameters and (plain := method.plain(module)) is not None:
             branch_parameters = parameters - plain.parameters
         if id(module) in attention:
-            number, each = attention_heads(module, getattr(model, "config", None))
-            width = number * each if number and each else None
-            if width is None:
+            own = _attention_flops(module, getattr(model, "config", None), sequence_length)
+            if own is None:
                 notes.append(f"attention of {name} ({type(module).__name__}) is not counted: no head sizes found")
             else:
-                flops += 4 * sequence_length * width
+                flops += own
         known |= {id(each) for each in expert_tensors(module).values() if flops}  # DBRX's are in a child
         known |= {id(each) for local, each in module.named_parameters(recurse=False) if local in added}
         if not flops and not isinstance(module, nn.Embedding) and _has_matrix(module, known):
@@ -205,3 +204,13 @@ def _innermost_attention(model: nn.Module) -> Iterable[nn.Module]:
         named = [each for each in module.modules() if "Attention" in type(each).__name__]
         if named == [module] and any(True for _ in module.parameters()):
             yield module
+
+
+def _attention_flops(module: nn.Module, config: Any, length: int) -> int | None:
+    """Return the FLOPs per token of an attention's scores and sums; None where nothing says how wide its heads are."""
+    heads, width = attention_heads(module, config)
+    sources = (module, getattr(module, "config", None), config)
+    # Latent attention has heads of one width for scores and of another for values.
+    latent = [first_integer(sources, (name,)) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+    widths = [2 * width if width else None] if None in latent else latent
+    return 2 * length * heads * sum(widths) if heads and None not in widths else None  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AlbertConfig,
+    AutoConfig,
     AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
@@ -223,3 +224,14 @@ def test_four_blocks_of_a_stack_of_equal_ones_are_traced(config, alike):
     model.train()
     expected = saved_bytes(lambda: model(input_ids=ids, labels=ids), parameters=[*model.parameters(), *model.buffers()])
     assert cost.kept_bytes == expected
+
+
+def test_latent_attention_has_heads_of_two_widths():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "q_lora_rank": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+    experts = {"first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+    config = AutoConfig.for_model("deepseek_v3", **sizes, **heads, **experts, qk_nope_head_dim=16, v_head_dim=12)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.randint(64, (1, LENGTH)))
+    assert LENGTH * model_cost(model, LENGTH).flops == counter.get_total_flops()
