@@ -384,6 +384,38 @@ def test_mixture_with_held_out_tokens_of_its_own(tmp_path, tokenizers):
     assert_refused("documents of .*c.txt are also in", prepare_source, shared, progress=False)
 
 
+def test_no_text_of_a_mixture_trains_on_what_another_holds_out(tmp_path, tokenizers, capsys):
+    lines = [f"w{number} w{number + 1} w7\n<|endoftext|>\n" for number in range(10, 110)]
+    names = {name: tmp_path / f"{name}.txt" for name in "abc"}
+    for name, part in (("a", lines[:60]), ("b", lines[30:] + lines[40:45]), ("c", lines[60:])):
+        names[name].write_text("".join(part), encoding="utf-8")
+
+    def prepare(*chosen, **fields):
+        source = ",".join(f"{names[each]}:1" for each in chosen)
+        settings = config(source, tokenizers / "200", sequence_length=4, valid_fraction=0.3, **fields)
+        return prepare_source(settings, progress=True)
+
+    def documents(blocks):
+        return {tuple(each) for part in blocks.parts for each in np.load(part.path).reshape(-1, 4).tolist()}
+
+    apart = prepare("a", "c")
+    assert all("training_documents" not in name for each in apart.facts["sources"] for name in each)
+    alone = prepare_source(replace(config(names["a"], tokenizers / "200"), sequence_length=4, valid_fraction=0.3))
+    np.testing.assert_array_equal(np.load(apart.train.parts[0].path), np.load(alone.train.path))
+    capsys.readouterr()
+    packed = prepare("a", "b")
+    assert not documents(packed.train) & documents(packed.valid)
+    assert len(documents(packed.train) | documents(packed.valid)) == 100
+    dropped = [
+        each.get("training_documents_dropped_as_held_out_of_another_source", 0) for each in packed.facts["sources"]
+    ]
+    assert sum(dropped) > 0
+    said = capsys.readouterr().out
+    for name, count in zip("ab", dropped, strict=True):
+        assert (f"{names[name]}: {count} training documents dropped" in said) == (count > 0)
+    assert prepare("a", "b").fingerprint == packed.fingerprint, "out of the cache"
+
+
 def test_masks_of_a_mixture_follow_its_passes(tmp_path, tokenizers):
     words = PreTrainedTokenizerFast.from_pretrained(tokenizers / "200")
     words.mask_token = "w199"

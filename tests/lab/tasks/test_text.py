@@ -173,7 +173,7 @@ def test_streamed_dataset_is_read_once_and_packs_like_its_files(tmp_path, monkey
     assert streamed.fingerprint == plain.fingerprint
     assert len(asked) == 1
     names = {each.name for each in streamed.train.path.parent.iterdir()}
-    assert names == {"train.npy", "valid.npy", "valid_bytes.npy", "tokenizer", "text.json"}
+    assert names == {"train.npy", "valid.npy", "valid_bytes.npy", "hashes.npz", "tokenizer", "text.json"}
     write(path.parent, "jsonl", make_documents())  # a folder that has changed is another source
     assert prepare_text(config, progress=False).fingerprint != plain.fingerprint
 

@@ -5,6 +5,7 @@ A cache folder, <cache>/text/<key>, where the key hashes the sources' content an
     train.npy, valid.npy   tokens of all documents in order, each document ended by the end-of-text token;
                            one axis, uint16 or uint32
     valid_bytes.npy        bytes of text of each held-out token
+    hashes.npz             hashes of the documents (of the pieces, where one was divided) of either side
     tokenizer/, text.json  what they were made with and what they contain
 """
 
@@ -43,7 +44,7 @@ from .tokenizers import (
 if TYPE_CHECKING:
     from .language_model import Masking
 
-_VERSION = 4  # of the cache's layout and of the split; part of the key
+_VERSION = 5  # of the cache's layout and of the split; part of the key
 _TRAINING_BYTES = 20_000_000  # text that a tokenizer is trained on; more changes its merges little
 _PIECES = 200  # that a single document is divided into before some are held out
 _PIECE = 65_536  # characters encoded at a time, so that one novel uses all cores
@@ -142,14 +143,14 @@ class MaskedBlocks(Examples):
         return {"input_ids": torch.from_numpy(shown), "labels": torch.from_numpy(np.where(chosen, tokens, -100))}
 
 
-def prepare_text(config: TextData, *, progress: bool = True) -> Prepared:
+def prepare_text(config: TextData, *, without: frozenset[int] = frozenset(), progress: bool = True) -> Prepared:
     """Tokenize and pack text, or find it in the cache. Safe to call from several processes at once.
 
     `vocab_size` is the tokenizer's highest id + 1. `valid_bytes_per_token` is over positions 1 to T - 1 of the
     evaluated sequences. The end-of-text token is predicted too but is no text: 0 bytes. A byte-level token has the
     bytes that it decodes to; of other kinds, those from the end of the token before to its own end, so that dropped
     white space is counted (after a document's last token, by the end-of-text token).
-    Bits per byte = loss / ln 2 / valid_bytes_per_token.
+    Bits per byte = loss / ln 2 / valid_bytes_per_token. Documents whose hashes are in `without` are not trained on.
 
     Raises:
         UserError: the text or the tokenizer cannot be used; the message says why and what to change.
@@ -159,9 +160,10 @@ def prepare_text(config: TextData, *, progress: bool = True) -> Prepared:
     valid = config.valid_source
     held_out = config.valid_fraction if valid is None else replace(config, source=valid).identity()
     made = [config.vocab_size, config.tokenizer] if given is None else [tokenizer_hash(given)]
-    key = hashlib.sha256(json.dumps([_VERSION, config.identity(), held_out, *made]).encode()).hexdigest()[:32]
+    apart = [sorted(without)] if without else []
+    key = hashlib.sha256(json.dumps([_VERSION, config.identity(), held_out, *made, *apart]).encode()).hexdigest()[:32]
     folder = cache_folder(config.cache_dir) / "text" / key
-    facts = cached(folder, _read, lambda place: _pack(config, given, place, progress))
+    facts = cached(folder, _read, lambda place: _pack(config, given, place, without, progress))
     length = config.sequence_length
     train = TokenBlocks(folder / "train.npy", length)
     evaluated = TokenBlocks(folder / "valid.npy", length, config.eval_sequences)
@@ -189,14 +191,20 @@ def prepare_text(config: TextData, *, progress: bool = True) -> Prepared:
     )
 
 
+def hashes_of(text: Prepared) -> tuple[np.ndarray, np.ndarray]:
+    """Return the hashes of the documents that a packed text trains on, and of those that it holds out."""
+    with np.load(text.train.path.with_name("hashes.npz")) as found:  # type: ignore[attr-defined]
+        return found["train"], found["valid"]
+
+
 def _read(folder: Path) -> dict[str, Any] | None:
     """Return what the cache says of itself, or None where it is not whole."""
     facts = json.loads((folder / "text.json").read_text(encoding="utf-8"))
-    whole = are_whole(folder, facts) and (folder / "tokenizer" / "tokenizer_config.json").is_file()
-    return facts if whole else None
+    others = (folder / "tokenizer" / "tokenizer_config.json", folder / "hashes.npz")
+    return facts if are_whole(folder, facts) and all(each.is_file() for each in others) else None
 
 
-def _pack(config: TextData, tokenizer: Any, place: Path, progress: bool) -> None:
+def _pack(config: TextData, tokenizer: Any, place: Path, without: frozenset[int], progress: bool) -> None:
     """Fill a folder, which appears when it is whole; without a tokenizer, one is learned from the training text."""
     count: int | None = None
 
@@ -212,11 +220,15 @@ def _pack(config: TextData, tokenizer: Any, place: Path, progress: bool) -> None
         if config.valid_source is not None:
             valid = _on_disk(replace(config, source=config.valid_source), spools[1], read)
         split = _split(config, shown(read(source), "reading"), lambda: read(source), lambda: read(valid))
+        split = split._replace(without=without)
         count = split.documents
         if tokenizer is None:
             sample = _sample(split.side(shown(read(source), "learning the vocabulary"), held_out=False))
             tokenizer = train_tokenizer(config.tokenizer, sample, config.vocab_size)
         tokenizer.save_pretrained(folder / "tokenizer")
+        chosen = np.array(sorted(split.held_out), dtype=np.uint64)
+        unused = np.array(sorted(split.held_out | without), dtype=np.uint64)
+        np.savez(folder / "hashes.npz", train=np.setdiff1d(split.hashes, unused), valid=chosen)
         kept = split.side(shown(read(source), "tokenizing"), held_out=False)
         held_out = split.side(shown(read(valid), "tokenizing"), held_out=True)
         facts = {
@@ -249,17 +261,22 @@ class _Split(NamedTuple):
 
     documents: int
     """Number of documents in the source."""
+    hashes: np.ndarray
+    """Of the documents (or pieces of one) in the source, each once."""
     held_out: frozenset[int]
     """Hashes."""
     divide: int | None = None
     dropped: int = 0
     """Documents of a held-out text of its own that are also in the source."""
+    without: frozenset[int] = frozenset()
+    """Hashes of documents that are on neither side."""
 
     def side(self, documents: Iterable[Document], *, held_out: bool) -> Iterator[Any]:
         """Yield the documents (or pieces of one) of a side."""
         for document in documents:
             for part in [document] if self.divide is None else pieces(document, self.divide):
-                if (_hash(part) in self.held_out) == held_out:
+                known = _hash(part)
+                if (known in self.held_out) == held_out and known not in self.without:
                     yield part
 
 
@@ -284,7 +301,7 @@ def _split(
         if len(known) and known.all():
             what = f"all {len(known)} documents of {config.valid_source}"
             raise UserError(f"{what} are also in {config.source}; give other held-out text")
-        return _Split(len(hashes), frozenset(theirs[~known].tolist()), dropped=int(known.sum()))
+        return _Split(len(hashes), unique, frozenset(theirs[~known].tolist()), dropped=int(known.sum()))
     unique_sizes, divide = np.array(sizes)[first], None
     if len(unique) == 1:
         divide = max(1000, sizes[0] // _PIECES)
@@ -297,7 +314,7 @@ def _split(
     # A document that is most of the text is for training, whatever its hash.
     eligible = unique[unique_sizes <= unique_sizes.sum() / 2]
     held_out = eligible[: max(1, math.ceil(config.valid_fraction * len(unique)))]
-    return _Split(len(hashes), frozenset(held_out.tolist()), divide)
+    return _Split(len(hashes), unique, frozenset(held_out.tolist()), divide)
 
 
 def _hash(document: Document) -> int:

@@ -17,7 +17,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import staged_folder
 
 from .data import LEARNED, NO_TOKENIZER, TextData
-from .packed import Blocks, TokenBlocks, prepare_text
+from .packed import Blocks, TokenBlocks, hashes_of, prepare_text
 from .shards import Shard, TokenFiles, check_ids, mixture_of, open_shard, token_files
 from .tokenizers import boundary_id, byte_lengths, load_tokenizer, tokenizer_hash, vocabulary_size
 
@@ -244,12 +244,13 @@ def _prepare_mixture(config: TextData, parts: tuple[tuple[str, float], ...], pro
     names, weights = zip(*parts, strict=True)
     sizes = [max(1, each) for each in shares(weights, config.eval_sequences)]
     own = config.valid_source is not None
-    prepared = [
-        prepare_source(
-            replace(config, source=name, eval_sequences=config.eval_sequences if own else size), progress=progress
-        )
+    each_config = [
+        replace(config, source=name, eval_sequences=config.eval_sequences if own else size)
         for name, size in zip(names, sizes, strict=True)
     ]
+    prepared = [prepare_source(each, progress=progress) for each in each_config]
+    if not own:
+        prepared = _without_held_out(each_config, prepared, progress)
     first = prepared[0]
     if own and any(each.facts.get("held_out_documents_dropped_as_also_in_train") for each in prepared):
         raise UserError(f"documents of {config.valid_source} are also in the mixture; give other held-out text")
@@ -275,3 +276,26 @@ def _prepare_mixture(config: TextData, parts: tuple[tuple[str, float], ...], pro
     }
     made_of = fingerprint(*(each.fingerprint for each in prepared), weights, len(valid))
     return Prepared(train=train, valid=valid, tokenizer=first.tokenizer, fingerprint=made_of, facts=facts, **shape)
+
+
+def _without_held_out(configs: Sequence[TextData], prepared: Sequence[Prepared], progress: bool) -> list[Prepared]:
+    """Return the sources of a mixture; no text among them trains on a document that another one holds out."""
+    kept = list(prepared)
+    texts = [number for number, config in enumerate(configs) if token_files(config.source) is None]
+    hashes = {number: hashes_of(prepared[number]) for number in texts}
+    for number, (train, _) in hashes.items():
+        shared = [np.intersect1d(train, held_out) for other, (_, held_out) in hashes.items() if other != number]
+        without = frozenset(itertools.chain.from_iterable(each.tolist() for each in shared))
+        if not without:
+            continue
+        config = configs[number]
+        if len(without) == len(train):
+            what = f"all documents that {config.source} would train on are held out of other sources of the mixture"
+            raise UserError(f"{what}; leave it out, or give a valid_source")
+        apart = prepare_text(config, without=without, progress=progress)
+        dropped = prepared[number].facts["train"]["documents"] - apart.facts["train"]["documents"]
+        facts = {**apart.facts, "training_documents_dropped_as_held_out_of_another_source": dropped}
+        kept[number] = replace(apart, facts=facts)
+        if progress:
+            print(f"{config.source}: {dropped:,} training documents dropped, which another source holds out")
+    return kept
