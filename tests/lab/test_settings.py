@@ -141,6 +141,8 @@ WRONG = [
         "gradient_accumulation to 1",
     ),
     (FitConfig, {"schedule": "exponential", "end": 0.0}, "end must be a share"),
+    (FitConfig, {"schedule": "constant", "end": 0.3}, "end is of no use to schedule='constant'; omit it"),
+    (FitConfig, {"warmup_steps": 50, "steps": 10}, "warmup_steps (50) must not exceed steps (10)"),
     (nerf, {"downscale": 40}, "views of 1 x 1 pixels; SSIM needs 11 x 11"),
     (nerf, {"frame_downscale": 41}, "frames cannot be 41 times smaller"),
     (nerf, {"source": "/nowhere"}, "there is no file or folder"),

@@ -268,6 +268,10 @@ class FitConfig:
         check_choice("schedule", self.schedule, get_args(Schedule))
         if not 0 <= self.end <= 1 or (self.schedule == "exponential" and self.end == 0):
             raise UserError(f"end must be a share of the peak, from 0 (exponential: above 0) to 1, got {self.end!r}")
+        if self.warmup_steps > self.steps:
+            raise UserError(f"warmup_steps ({self.warmup_steps}) must not exceed steps ({self.steps})")
+        if self.schedule == "constant" and self.end != type(self).end:
+            raise UserError("end is of no use to schedule='constant'; omit it")
         object.__setattr__(self, "betas", tuple(self.betas))  # JSON turns tuples into lists
         if len(self.betas) != 2 or not all(isinstance(each, int | float) and 0 <= each < 1 for each in self.betas):
             raise UserError(f"betas must be two numbers of at least 0 and below 1, got {self.betas!r}")

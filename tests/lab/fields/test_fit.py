@@ -201,7 +201,7 @@ def test_learning_rates_follow_their_schedule():
         (linear, (0, 50, 100), [2.0, 1.1, 0.2]),
         (replace(linear, schedule="exponential"), (0, 50, 100), [2.0, 2 * 0.1**0.5, 0.2]),
         (replace(linear, schedule="cosine"), (0, 50, 100), [2.0, 1.1, 0.2]),
-        (replace(linear, schedule="constant", warmup_steps=4), (0, 1, 3, 4, 100), [0.5, 1.0, 2.0, 2.0, 2.0]),
+        (replace(linear, schedule="constant", end=0.01, warmup_steps=4), (0, 1, 3, 4, 100), [0.5, 1.0, 2.0, 2.0, 2.0]),
     ):
         assert [config.rate(step) for step in steps] == pytest.approx(expected)
 
