@@ -174,6 +174,21 @@ def test_counts_are_printed_and_sides_are_apart(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["share", "valid_source"])
+def test_copies_of_held_out_examples_are_not_trained_on(tmp_path, capsys, own):
+    records = [{"prompt": f"the cat {'sat ' * number}", "completion": "on a mat"} for number in range(1, 11)]
+    twice = write(tmp_path / "twice.json", [*records, *records, *records])
+    settings = {"valid_source": write(tmp_path / "valid.json", records[:2])} if own else {"held_out": 0.1}
+    prepared = kit.instruction_task(tmp_path, source=twice, max_length=64, **settings).prepare()
+    train, valid = ({tuple(ids.tolist()) for ids in side.ids} for side in (prepared.train, prepared.valid))
+    assert not train & valid
+    assert len(train | valid) == 10
+    dropped = 30 - (0 if own else 3) - len(prepared.train)
+    assert prepared.describe()["dropped"] == {"also held out": dropped}
+    assert f"30 rows, {dropped} dropped ({dropped} also held out)" in capsys.readouterr().out
+    assert dropped == 6 or (dropped > 0 and not own)
+
+
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 def test_learned_tokens_are_those_of_trl(tmp_path):
     from datasets import Dataset

@@ -17,6 +17,7 @@ A record of the wrong form is refused with its place. Empty ones are not an erro
 
 import ast
 import functools
+import hashlib
 import itertools
 import re
 from collections import Counter
@@ -111,15 +112,16 @@ class InstructionTask(FinetuneTask):
             raise UserError(f"the tokenizer of {self.model.checkpoint!r} has no end-of-text token to end answers with")
         pack = require("instruct", "trl").pack_dataset if data.packing else None
         examples, facts = tokenize(tokenizer, data.source, data.template, data.max_length, data.rows)
-        said = [f"instructions: {summary(facts)}"]
+        said = []
         if data.valid_source is None:
             kept, held = hold_out(len(examples), data.held_out)
-            train, valid = examples.select(kept), examples.select(held[: data.eval_rows])
+            train, valid = examples.select(kept), examples.select(held)
         else:
             train = examples
             valid, facts["valid"] = tokenize(tokenizer, data.valid_source, data.template, data.max_length)
-            valid = valid.select(range(min(len(valid), data.eval_rows)))
             said.append(f"instructions (evaluated): {summary(facts['valid'])}")
+        train, valid = _apart(train, valid, facts), valid.select(range(min(len(valid), data.eval_rows)))
+        said.insert(0, f"instructions: {summary(facts)}")
         if not len(train) or not len(valid):
             raise UserError(f"{data.source}: {len(examples)} rows are left, too few to train and to evaluate on")
         rows = train
@@ -258,6 +260,20 @@ def tokenize(
         else:
             dropped["no answer within max_length"] += 1
     return TokenExamples(ids, labels), {"rows": len(found), "cut": cut, "dropped": dict(dropped)}
+
+
+def _apart(train: "TokenExamples", valid: "TokenExamples", facts: dict[str, Any]) -> "TokenExamples":
+    """Return the examples to train on that equal none of the held-out ones, and count the others in the facts."""
+    held_out = set(map(_content, valid.ids, valid.labels))
+    kept = [row for row, each in enumerate(map(_content, train.ids, train.labels)) if each not in held_out]
+    if len(kept) == len(train):
+        return train
+    facts["dropped"]["also held out"] = len(train) - len(kept)
+    return train.select(kept)
+
+
+def _content(ids: np.ndarray, labels: np.ndarray) -> bytes:
+    return hashlib.sha256(ids.tobytes() + labels.tobytes()).digest()
 
 
 def encode(tokenizer: Any, examples: Iterable[Example]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
