@@ -109,6 +109,17 @@ def test_files_that_do_not_fit_are_one_line(tmp_path, task, text, words):
         assert_refused(re.escape(word), read_tsv, path, task)
 
 
+def test_licences_behind_the_sentences_of_the_sts_benchmark_are_left_out(tmp_path):
+    path, row = tmp_path / "sts-test.csv", "g\tf\t2012\t0001\t5.000\tA\tB"
+    for first, second in (("", "\tL\tM"), ("\tL\tM", "")):
+        path.write_text(f"{row}{first}\n{row}{second}\n")
+        assert read_tsv(path, "stsb").texts == [("A", "B")] * 2
+    path.write_text(f"{row}\ng\tf\t2012\t0001\t5.000\tA\n")
+    assert_refused("line 2: 6 fields where the file has 7 columns", read_tsv, path, "stsb")
+    path.write_text(f"{STS.splitlines()[0]}\n{STS.splitlines()[1]}\tL\n")
+    assert_refused("line 2: 9 fields where the file has 8 columns", read_tsv, path, "stsb")
+
+
 def test_sources_that_do_not_fit(tmp_path):
     nowhere, sst2 = str(tmp_path / "nowhere"), tmp_path / "SST-2"
     sst2.mkdir()

@@ -252,6 +252,9 @@ def read_tsv(path: Path, task: str, most: int | None = None) -> Rows:
     if not rows:
         raise UserError(f"{path} is empty")
     info, head = GLUE[task], [name.strip() for name in rows[0][1]]
+    if info.bare is _STS and len(head) >= len(_STS) and _places(info, head) is None:
+        # Licences may follow the sentences, in some rows alone.
+        return _rows(info, str(path), list(_STS), [(place, fields[: len(_STS)]) for place, fields in rows])
     if len(head) == len(info.bare) and _places(info, head) is None:
         return _rows(info, str(path), list(info.bare), rows)
     return _rows(info, str(path), head, rows[1:])
