@@ -61,6 +61,8 @@ def test_every_kind_of_file_gives_the_same(tmp_path):
     expected = [Example(each["prompt"], each["completion"]) for each in records]
     for path in (lines, write(tmp_path / "a.json", records, indent=1), tmp_path / "a.jsonl.xz"):
         assert examples(path) == expected
+    chat = [{"role": "user", "content": "p0\u2028"}, {"role": "assistant", "content": "c0"}]
+    assert examples(lines, "chat", rows=1) == [Example(chat)]
     shared = [{"from": "human", "value": "the cat"}, {"from": "gpt", "value": "sat on"}]
     records = [{"messages": CHAT[:2]}, {"conversations": shared}, {"prompt": CHAT[:1], "completion": CHAT[1:2]}]
     assert examples(write(tmp_path / "b.jsonl", records)) == [Example(CHAT[:2])] * 3

@@ -203,7 +203,7 @@ def _example(record: Any, template: str, where: str) -> Example | str:
         case {"prompt": list(question), "completion": list(reply)}:
             return _chat(question + reply, where)
         case {"prompt": str(prompt), "completion": str(answer)}:
-            example = Example(prompt, answer)
+            example = _asked(prompt, "", answer, template) if template == "chat" else Example(prompt, answer)
         case {"instruction": str(prompt), "output": str(answer)} if isinstance(record.get("input") or "", str):
             context = record.get("input") or ""
             example = _asked(prompt, context, answer, template)
