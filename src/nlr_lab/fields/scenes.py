@@ -26,11 +26,13 @@ from nonlinear_lowrank.validation import check_integer, check_number, one_line
 
 from .image import over_white, read_pixels
 from .rendering import Cameras, Rays, circle, look_at, pixel_rays, recentred, render, spiral
+from .settings import NerfSettings
 
 HOLD_OUT = 8
 """Every 8th view is held out where a scene has no test views of its own, as in both papers."""
 
 _SUFFIXES = (".png", ".jpg", ".jpeg")
+_NEAR, _FAR = NerfSettings.near, NerfSettings.far
 _NEAR_PLANE = 0.75  # LLFF: the nearest depth becomes 1 / 0.75; the near plane of device coordinates is at 1
 _DISTORTION = ("k1", "k2", "k3", "k4", "p1", "p2")
 
@@ -103,13 +105,14 @@ def read_scene(
     downscale: int = 1,
     held_out: Sequence[int] | None = None,
     ndc: bool = True,
-    near: float = 2.0,
-    far: float = 6.0,
+    near: float = _NEAR,
+    far: float = _FAR,
 ) -> Scene:
     """A scene in one of this file's forms; raise UserError for what is none, or where something does not fit.
 
-    The settings are those of `NerfSettings`. Of LLFF's images_2, images_4, ... it takes the folder that is nearest to
-    `downscale`, and averages blocks of pixels for the rest.
+    The settings are those of `NerfSettings`; one that the form does not use is refused, unless it is the default. Of
+    LLFF's images_2, images_4, ... it takes the folder that is nearest to `downscale`, and averages blocks of pixels for
+    the rest.
     """
     path = Path(source).expanduser()
     check_integer("downscale", downscale, minimum=1)
@@ -117,17 +120,21 @@ def read_scene(
     if path.is_file():
         arrays = read_arrays(path)
         if {"images", "poses_bounds"} <= set(arrays):
+            _check_bounds(path.stem, near, far)
             images = _unpacked(path.stem, arrays["images"], arrays["poses_bounds"])
             return _llff(path.stem, images, arrays["poses_bounds"], downscale, out, ndc)
         sides = list(_packed_sides(path, arrays))
     elif not path.is_dir():
         raise UserError(f"there is no file or folder {path}; give a scene's folder or .npz file")
     elif (path / "poses_bounds.npy").is_file():
+        _check_bounds(path.name, near, far)
         folder, factor = _llff_images(path, downscale)
         files = sorted(file for file in folder.iterdir() if file.suffix.lower() in _SUFFIXES)
         return _llff(path.name, _read(files), read_array(path / "poses_bounds.npy"), factor, out, ndc)
     else:
         sides = [_read_side(path, file) for file in _transforms(path)]
+    if not ndc:
+        raise UserError(f"ndc is of no use to {path.stem}, a Blender scene, whose rays are the world's; omit it")
     colours, height, width = _reduced(str(path), chain.from_iterable(side.images for side in sides), downscale)
     lenses = [_intrinsics(side.name, lens, height, width) for side in sides for lens in side.lenses]
     poses = np.concatenate([side.poses for side in sides])
@@ -136,6 +143,12 @@ def read_scene(
     cameras = Cameras(poses, np.array(lenses), height, width).reduced(downscale)
     name = path.stem if path.is_file() else path.name
     return Scene(name, colours, cameras, out, near, far, ndc=False, background=1.0, set_aside=tests)
+
+
+def _check_bounds(name: str, near: float, far: float) -> None:
+    for bound, value, default in (("near", near, _NEAR), ("far", far, _FAR)):
+        if value != default:
+            raise UserError(f"{bound} is of no use to {name}, an LLFF scene, which has its own depths; omit it")
 
 
 _Images = Iterable[tuple[str, np.ndarray]]  # (H, W, 3 or 4) uint8 by their names; of files one at a time is held
