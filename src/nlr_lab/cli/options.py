@@ -17,6 +17,7 @@ from tyro import _errors as refusals  # its only structured account of an error;
 
 from nlr_lab.recipes import RECIPES, check_name, get_recipe, recipe_function, recipes_of
 from nlr_lab.runtime.processes import rank
+from nlr_lab.runtime.storage import flatten
 from nonlinear_lowrank.errors import UserError
 
 from .settings_file import as_arguments, read_settings
@@ -142,8 +143,15 @@ def take_option(name: str, arguments: Sequence[str]) -> tuple[str | None, list[s
 
 
 def gives(arguments: Sequence[str], name: str) -> bool:
-    """Return whether the user set a setting, of this whole dotted name, in any spelling."""
-    return any(_lengthen(each, [name]).partition("=")[0] == _option(name) for each in arguments)
+    """Return whether the user set a setting, of this whole dotted name, in any spelling, or in a file of settings.
+
+    A file that names an arm, as a run's own does, sets it for that arm and is not counted.
+    """
+    if any(_lengthen(each, [name]).partition("=")[0] == _option(name) for each in arguments):
+        return True
+    file = take_option("--config", arguments)[0]
+    settings = read_settings(file) if file else {}
+    return "arm" not in settings and any(find(each, [name]) for each in flatten(settings))
 
 
 def table_width() -> int:

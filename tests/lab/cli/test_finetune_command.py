@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import finetune_helpers as kit
 from adapter_helpers import PEFT_WARNINGS
 from cli_helpers import refused, run, succeed
 from finetune_helpers import glue_command as options
+from nlr_lab.recipes import get_recipe
 from nlr_lab.training import run as training
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.hub import load_model
@@ -91,18 +93,26 @@ def test_wrong_input_is_one_line_and_leaves_nothing(root, tmp_path, capsys, monk
         assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_rate_on_the_command_line_is_the_default_arms_too(capsys, monkeypatch):
+def test_a_rate_of_the_user_is_the_default_arms_too(tmp_path, capsys, monkeypatch):
+    """On the command line and in a file of settings; a run's own file has its arm."""
     trained = []
+    (tmp_path / "mine.toml").write_text("[train]\nlr = 1e-2\n")
+    own = replace(get_recipe("instruct-small"), arm="sine-lora:r=4,omega=200,lr=3e-4")
+    (tmp_path / "recipe.json").write_text(own.to_json())
 
     def stop(recipe, *_, **__):
         trained.append(recipe)
         raise UserError("stopped")
 
     monkeypatch.setattr(training, "run_training", stop)
-    for more in ([], ["--learning-rate", "1e-2"]):
+    mine, runs = (["--config", tmp_path / name] for name in ("mine.toml", "recipe.json"))
+    for more in ([], runs, ["--learning-rate", "1e-2"], mine):
         refused(capsys, "finetune", "instruct-small", *more)
-    assert [(each.arm.lr, each.arm.method) for each in trained] == [(3e-4, "sine-lora"), (None, "sine-lora")]
-    assert trained[1].train.lr == 1e-2
+    assert [(each.arm.lr, each.arm.method) for each in trained] == [
+        *[(3e-4, "sine-lora")] * 2,
+        *[(None, "sine-lora")] * 2,
+    ]
+    assert [each.train.lr for each in trained[2:]] == [1e-2, 1e-2]
 
 
 def test_help_shows_the_recipes_settings(capsys):

@@ -6,6 +6,7 @@ from cli_helpers import refused
 
 FILES = {
     "zero.png": b"",
+    "rate.toml": b"[train]\nlr = 1e-3\n",
     "zero.pgm": b"P5 0 4 255\n",
     "broken.json": b"{",
     "other.json": b'{"a": 1}',
@@ -96,6 +97,12 @@ ROWS = [  # a command, and words of the line
     ("train llm-demo --warmup-steps 400", "--warmup-steps (400) must not exceed steps (300)"),
     ("compare llm-demo --tune-lr 1e-3 3e-3 --lr 1e-3", "--lr does nothing where rates are tuned"),
     ("compare llm-demo --arms baseline:lr=1e-3 noble:lr=1e-3 --lr 1e-3", "every arm has its own lr= or grid="),
+    ("compare llm-demo --tune-lr 1e-3 3e-3 --config rate.toml", "--lr does nothing where rates are tuned"),
+    (
+        "compare llm-demo --tune-lr --arms baseline:lr=1e-3 noble:lr=1e-3 --config rate.toml",
+        "every arm has its own lr= or grid=",
+    ),
+    ("train llm-demo --arm noble:lr=1e-3 --config rate.toml", "--lr does nothing beside the lr= of --arm"),
     ("finetune glue-minilm --init-from x", "--init-from: use --checkpoint, a folder or a model's name"),
     ("train llm-demo --threads 0", "--threads must be a positive integer, got 0"),
     ("convert --lrr 3 a b", "unrecognized argument --lrr"),
