@@ -135,11 +135,13 @@ def parse_recipe(
 
 
 def take_option(name: str, arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the value of one option, None where it is not given, and the other arguments."""
+    """Return the value of one option, None where it is not given, and the other arguments; UserError if it is twice."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(name, dest="value", nargs="?", const="")
+    parser.add_argument(name, dest="values", nargs="?", const="", action="append", default=[])
     found, rest = parser.parse_known_args(list(arguments))
-    return found.value, rest
+    if len(found.values) > 1:
+        raise UserError(f"{name} is given {len(found.values)} times, {', '.join(found.values)}; give it once")
+    return (found.values or [None])[0], rest
 
 
 def gives(arguments: Sequence[str], name: str) -> bool:

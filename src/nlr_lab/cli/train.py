@@ -144,6 +144,8 @@ def _parse_run(arguments: list[str], command: str) -> tuple[Any, Any, Any]:
         The recipe with its arm, the options, and the `FormerRun` that is repeated or None.
     """
     run, rest = take_option("--from", arguments)
+    if run and (file := take_option("--config", rest)[0]) is not None:
+        raise UserError(f"--from {run} takes that run's settings, and --config {file} others; omit one of them")
     own = {"--help", *(f"--{each.name}".replace("_", "-") for each in fields(RepeatOptions))}
     if run and {each.partition("=")[0] for each in rest if each.startswith("--")} - own:
         arguments, run = [*rest, f"--config={run}/recipe.json"], None
