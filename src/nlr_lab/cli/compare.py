@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from tyro.conf import FlagCreatePairsOff
 
@@ -86,6 +87,8 @@ def run_compare(arguments: list[str]) -> None:
 
     if gives(arguments, "train.lr"):
         _check_rate(options, bool(fields))
+    if not fields and gives(arguments, "train.head_lr"):
+        _check_head_rate(options, recipe)
 
     from nlr_lab.compare import compare
 
@@ -105,3 +108,12 @@ def _check_rate(options: _Options, fields: bool) -> None:
     arms = [(FieldArm if fields else Arm).parse(text) for text in options.arms]  # type: ignore[attr-defined]
     if all(arm.lr is not None or getattr(arm, "grid", ()) for arm in arms):
         raise UserError("--lr does nothing: every arm has its own lr= or grid=; change these in --arms")
+
+
+def _check_head_rate(options: _Options, recipe: Any) -> None:
+    """Raise UserError where --head-lr would reach no arm."""
+    from nlr_lab.training.arms import Arm, apply_arm
+
+    apply_arm(recipe, Arm(), recipe.task.build_on_meta())  # a model without a new head fails here, before any data
+    if all(arm.method == "head" or arm.head_lr for arm in map(Arm.parse, options.arms)):  # type: ignore[attr-defined]
+        raise UserError("--head-lr does nothing: every arm is head or has its own head_lr=; change --arms, or omit it")

@@ -116,6 +116,6 @@ def _of_size(name: str) -> Any:
         adapter_setup=lambda model: None,
         sequence_length=preset.sequence_length,
     )
-    plain = {"bf16": True, "gradient_checkpointing": False, "optimizer": "adamw", "seed": 0}
+    plain = {"bf16": True, "gradient_checkpointing": False, "optimizer": "adamw", "head_lr": None, "seed": 0}
     train = SimpleNamespace(batch_size=preset.batch_size, steps=steps, **plain)
     return SimpleNamespace(task=task, train=train, arms=PRESET_ARMS)

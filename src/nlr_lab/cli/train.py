@@ -156,10 +156,13 @@ def _parse_run(arguments: list[str], command: str) -> tuple[Any, Any, Any]:
         from nlr_lab.training.arms import Arm
 
         arm = Arm.parse(chosen.arm)
-        if arm.lr is not None and gives(arguments, "train.lr"):
-            if gives(arguments, "arm"):
-                raise UserError("--lr does nothing beside the lr= of --arm; omit one of them")
-            arm = replace(arm, lr=None)  # the recipe's own
+        for name, option in (("lr", "--lr"), ("head_lr", "--head-lr")):
+            if getattr(arm, name) and gives(arguments, f"train.{name}"):
+                if gives(arguments, "arm"):
+                    raise UserError(f"{option} does nothing beside the {name}= of --arm; omit one of them")
+                arm = replace(arm, **{name: getattr(Arm, name)})  # the recipe's own
+        if arm.method == "head" and gives(arguments, "train.head_lr"):
+            raise UserError("--head-lr does nothing: the arm head trains the new head alone; give --lr instead")
         return replace(recipe, arm=arm), chosen, None
     if not arguments[0].startswith("-"):
         raise UserError(f"--from takes the recipe of the run it names: omit {arguments[0]}")

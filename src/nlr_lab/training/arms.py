@@ -270,7 +270,10 @@ def apply_arm(recipe: Recipe, arm: Arm, model: nn.Module, *, verbose: bool = Fal
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)
         drawn = getattr(getattr(recipe.task, "backbone", None), "dense_init", None)
-        return arm.apply(model, recipe.task.adapter_setup(model), dense_init=drawn, verbose=verbose)
+        setup = recipe.task.adapter_setup(model)
+        if recipe.train.head_lr is not None and not (setup and setup.head):
+            raise UserError("--head-lr does nothing: the model has no new head; omit it, or set --lr")
+        return arm.apply(model, setup, dense_init=drawn, verbose=verbose)
 
 
 def is_adapted(model: Any) -> bool:

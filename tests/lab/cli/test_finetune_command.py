@@ -82,6 +82,18 @@ def test_wrong_input_is_one_line_and_leaves_nothing(root, tmp_path, capsys, monk
         (options(root, out, "--arm", "lora:r=2,grid=1e-3/1e-4"), "nlr compare"),
         (options(root, out, "--arm", "lora:r=2,head_lr=1e-3/1e-4"), "head_lr of several rates is for nlr compare"),
         (options(root, out, "--arm", "lora:r=2,lr=1e-3", "--lr", "1e-2"), "--lr does nothing beside the lr= of --arm"),
+        (
+            options(root, out, "--arm", "head", "--head-lr", "1e-2"),
+            "--head-lr does nothing: the arm head trains",
+        ),
+        (
+            options(root, out, "--arm", "lora:r=2,head_lr=1e-3", "--head-lr", "1e-2"),
+            "--head-lr does nothing beside the head_lr= of --arm",
+        ),
+        (
+            ["compare", *options(root, out, "--arms", "head", "lora:head_lr=1e-3", "--head-lr", "1e-2")[1:]],
+            "--head-lr does nothing: every arm is head or has its own head_lr=",
+        ),
         (options(root, out, "--arm", "lora:target_modules=nosuch"), "does not fit", "nosuch", "query"),
         (options(root, out, "--checkpoint", "./nowhere"), "no model in ./nowhere"),
         (["finetune", "instruct-small", "--out", out, "--checkpoint", root / "vit"], "vit is a vit"),
@@ -113,6 +125,11 @@ def test_a_rate_of_the_user_is_the_default_arms_too(tmp_path, capsys, monkeypatc
         *[(None, "sine-lora")] * 2,
     ]
     assert [each.train.lr for each in trained[2:]] == [1e-2, 1e-2]
+
+
+def test_a_head_rate_that_an_arm_can_use_is_compared(root, tmp_path, capsys):
+    arms = ["--arms", "head", "lora:r=2", "--head-lr", "1e-2", "--tune-lr", "--seeds", "1", "--timing-rounds", "0"]
+    succeed(capsys, "compare", *options(root, tmp_path / "out", *arms)[1:])
 
 
 def test_help_shows_the_recipes_settings(capsys):

@@ -106,6 +106,11 @@ ROWS = [  # a command, and words of the line
     ("train --from run --config rate.toml --out x", "--from run takes", "--config rate.toml", "omit one of them"),
     ("train llm-demo --config rate.toml --config=b.toml", "--config is given 2 times, rate.toml, b.toml; give it once"),
     ("train --from a --from b --out x", "--from is given 2 times, a, b; give it once"),
+    ("train llm-demo --head-lr 1e-3", "--head-lr does nothing: the model has no new head; omit it"),
+    (
+        "compare llm-demo --seeds 1 --head-lr 1e-3 --cache-dir cache",
+        "--head-lr does nothing: the model has no new head",
+    ),
     ("finetune glue-minilm --init-from x", "--init-from: use --checkpoint, a folder or a model's name"),
     ("train llm-demo --threads 0", "--threads must be a positive integer, got 0"),
     ("convert --lrr 3 a b", "unrecognized argument --lrr"),
