@@ -13,7 +13,7 @@ from cli_helpers import refused, succeed
 from image_helpers import noise, png
 from nlr_lab.tasks.images.encoding import as_square
 from nlr_lab.tasks.images.examples import Pixels
-from nlr_lab.tasks.images.sources import read_images
+from nlr_lab.tasks.images.sources import ImageSource, read_images
 from refusals import assert_refused
 
 
@@ -48,9 +48,10 @@ def test_arrays_and_encoded_blobs(tmp_path):
         assert (pixels(splits.test, 1) == images[5]).all()
 
 
-def test_folders_of_classes(tmp_path):
+@pytest.mark.parametrize("held_out", ["val", "valid", "dev"])
+def test_folders_of_classes(tmp_path, held_out):
     arrays = {}
-    for side, count in (("train", 3), ("val", 1)):
+    for side, count in (("train", 3), (held_out, 1)):
         for name in ("zebra", "ant"):
             (tmp_path / side / name).mkdir(parents=True)
             for index in range(count):
@@ -132,14 +133,17 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path, arrays, words):
 def test_absent_sources_are_refused(tmp_path):
     (tmp_path / "a.npz").write_bytes(b"PK no")
     (tmp_path / "empty" / "cat").mkdir(parents=True)
+    (tmp_path / "alone" / "train" / "cat").mkdir(parents=True)
     for source, words in (
         (tmp_path / "none.npz", "no file or folder"),
         ("no/such", "cannot read the dataset 'no/such'"),
         (tmp_path / "a.npz", "no .npz file that can be read"),
         (tmp_path / "empty", "no folders of images"),
+        (tmp_path / "alone", f"holds train alone; put test or val beside it, or give {tmp_path}/alone/train"),
     ):
         assert_refused(re.escape(words), read_images, str(source))
     (tmp_path / "empty" / "cat" / "1.png").write_bytes(b"no image")
+    assert_refused("has one class, 'cat'; give", ImageSource(source=str(tmp_path / "empty")).find)
     splits = read_images(str(tmp_path / "empty"))
     assert_refused("cannot read the image", (splits.train if len(splits.train) else splits.test).read, 0)
 

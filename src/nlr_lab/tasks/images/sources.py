@@ -5,7 +5,7 @@
 | "digits"                   | scikit-learn's 1,797 digits, 8 x 8, embedded                                      |
 | a .npz file, also .npz.xz  | x_train, y_train, x_test, y_test; or the same as encoded files: train_blob,       |
 |                            | train_off, train_y, test_...; or images, labels                                   |
-| a folder                   | train/<class>/*.png and test/ or val/ beside it; or <class>/*.png alone           |
+| a folder                   | train/<class>/*.png and test/, val/, valid/ or dev/ beside it; or <class>/*.png   |
 | a dataset's name           | any with an image and a label column                                              |
 
 A source without a test split gives a fifth of its images, always the same ones.
@@ -26,6 +26,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_integer, check_share, one_line
 
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
+_HELD_OUT = ("test", "val", "validation", "valid", "dev")  # folders beside train; the first of them that is there
 _MOST_CLASSES = 1_000_000  # a label above is an identity or a time, and every number below it would be a class
 
 
@@ -125,6 +126,8 @@ class ImageSource:
         """Return the images, split; they are decoded when they are used. Raise UserError where there is no such source
         or class, or a split has too few images or none that can be read."""
         train, test, classes, *_ = read_images(self.source)
+        if len(classes) < 2:
+            raise UserError(f"{self.source} has one class, {classes[0]!r}; give images of at least two")
         if self.classes:
             if max(self.classes) >= len(classes):
                 raise UserError(f"there is no class {max(self.classes)} in {self.source}; it has {len(classes)}")
@@ -227,15 +230,22 @@ def _check_labels(labels: np.ndarray, what: str) -> np.ndarray:
 
 
 def _read_folder(path: Path) -> ImageSplits:
-    test = next((path / name for name in ("test", "val", "validation") if (path / name).is_dir()), None)
-    if not (path / "train").is_dir() or test is None:
+    inner = path / "train"
+    test = next((path / name for name in _HELD_OUT if (path / name).is_dir()), None)
+    if test is None and _folders(path) == ["train"] and _folders(inner):
+        raise UserError(f"{path} holds train alone; put test or val beside it, or give {inner} to hold out a fifth")
+    if not inner.is_dir() or test is None:
         return _split(*_of_classes(path))
-    train, classes = _of_classes(path / "train")
+    train, classes = _of_classes(inner)
     return ImageSplits(train, _of_classes(test, classes)[0], classes)
 
 
+def _folders(path: Path) -> list[str]:
+    return sorted(each.name for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
+
+
 def _of_classes(path: Path, known: tuple[str, ...] = ()) -> tuple[Images, tuple[str, ...]]:
-    found = sorted(each.name for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
+    found = _folders(path)
     known = known or tuple(found)
     if unknown := [name for name in found if name not in known]:
         raise UserError(f"{path} has a class {unknown[0]!r} that the training images do not have")
