@@ -144,6 +144,14 @@ def test_shards_are_one_axis(tmp_path, tokenizers, spelling):
         np.testing.assert_array_equal(found, whole[: len(found)])
 
 
+def test_held_out_tokens_may_be_a_shard(tmp_path):
+    ids = rng().integers(1, 200, 10 * LENGTH)
+    for name, part in (("a", ids[:-LENGTH]), ("b", ids[-LENGTH:])):
+        write_nanogpt(tmp_path / f"{name}.bin", [part])
+    packed = prepare_source(config(tmp_path / "[ab].bin", "none", vocab_size=300), progress=False)
+    np.testing.assert_array_equal(ids_of(packed.valid), ids[-LENGTH:])
+
+
 def test_ids_without_a_tokenizer_need_the_size_of_their_vocabulary(tmp_path):
     documents = make_documents()
     for path in (write_nanogpt(tmp_path / "a.bin", documents), write_megatron(tmp_path / "b.bin", documents)):

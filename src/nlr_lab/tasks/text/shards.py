@@ -93,6 +93,8 @@ class TokenFiles:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return the ids from `start` to before `stop`; UserError where one is outside the vocabulary."""
+        if start >= stop:
+            return np.empty(0, np.int64)
         parts = []
         for number in range(bisect_right(self.starts, start) - 1, len(self.shards)):
             base = self.starts[number]
