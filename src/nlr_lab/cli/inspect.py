@@ -59,7 +59,7 @@ def _print_cost(arguments: list[str]) -> None:
         raise UserError("--rank is short for --arm noble:rank=...; give one of them")
     check_described(options.model)
 
-    from nlr_lab.plan.inspect import format_cost, inspect_model
+    from nlr_lab.plan.inspect import check_length, format_cost, inspect_model
     from nlr_lab.training.arms import Arm
 
     chosen = options.arm if options.rank is None else f"noble:rank={options.rank}"
@@ -67,6 +67,7 @@ def _print_cost(arguments: list[str]) -> None:
     length, bf16 = options.sequence_length, options.bf16
     build, setup, recipe = find_on_meta(options.model)
     model = build()
+    check_length(model, length)
     if recipe is not None:
         arm = recipe.arm if arm is None else arm
         bf16 = recipe.train.bf16 if bf16 is None else bf16

@@ -64,6 +64,7 @@ def run_plan(arguments: list[str]) -> None:
     import torch
 
     from nlr_lab.plan.estimate import PlanConfig, arm_cost, format_plan, plan_arm, plan_to_json
+    from nlr_lab.plan.inspect import check_length
     from nlr_lab.training.arms import Arm
 
     recipe = _of_size(name) if name in PRESETS else get_recipe(name)
@@ -90,8 +91,12 @@ def run_plan(arguments: list[str]) -> None:
         from nlr_lab.compare.model_trials import resolve_matches  # brings the trainer, a second of imports
 
         arms = resolve_matches(recipe, arms)
+    names = [arm.name for arm in arms]
+    if double := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"two arms are called {double!r}; omit one, or give one of them another with ,name=...")
     for arm in arms:
         model = task.build_on_meta()
+        check_length(model, options.sequence_length)
         if isinstance(kind, str):
             model = model.to(getattr(torch, kind))
         model = arm.apply(model, task.adapter_setup(model))

@@ -161,6 +161,12 @@ class _GroupedProducts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def check_length(model: nn.Module, given: int | None) -> None:
+    """Raise UserError where a sequence length is given for a model whose tokens follow from the image."""
+    if given is not None and getattr(model, "main_input_name", "") == "pixel_values":
+        raise UserError("--sequence-length does nothing: the tokens follow from the size of the image; omit it")
+
+
 def _inputs(model: nn.Module, sequence_length: int, batch_size: int) -> dict[str, Tensor]:
     """Return the arguments of a training pass, on meta; empty where they cannot be known."""
     if not isinstance(model, PreTrainedModel):
