@@ -126,12 +126,24 @@ def parse_recipe(
     leaves = list(_leaves(default))
     of_file = as_arguments(settings, [each for each in leaves if each != "config"], file, rest)
     of_file, rest = ([_lengthen(each, leaves) for each in texts] for texts in (of_file, rest))
+    users = rest if "arm" in settings else [*of_file, *rest]  # a run's own file has all that there is
     rest = _with_lengths(of_file, rest, own["train"])
     parsed = parse(options, rest, command=f"{command} {name}", description=description, default=default)
     chosen = {each: getattr(parsed, each) for each in own}
+    if getattr(chosen.get("task"), "init_from", ""):
+        _check_start(chosen["task"].backbone, own["task"].backbone, users)
     if "task" in chosen:
         chosen["task"] = chosen["task"].with_data_known()
     return replace(recipe, **chosen), parsed
+
+
+def _check_start(backbone: Any, before: Any, arguments: Sequence[str]) -> None:
+    """Raise UserError where the user changes the backbone that a model of --init-from replaces."""
+    for each in fields(before):
+        option = _option(f"task.backbone.{each.name}")
+        given = any(word.partition("=")[0] == option for word in arguments)
+        if given and getattr(backbone, each.name) != getattr(before, each.name):
+            raise UserError(f"{option} does nothing: --init-from brings the whole model; omit one of them")
 
 
 def take_option(name: str, arguments: Sequence[str]) -> tuple[str | None, list[str]]:

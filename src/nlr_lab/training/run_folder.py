@@ -215,8 +215,9 @@ def command_of(recipe: Recipe) -> str:
         return f"run_training(recipe, out), a recipe {recipe.name!r} of its own"
     words = ["nlr", RECIPES[recipe.name].command, recipe.name, "--arm", str(recipe.arm)]
     own = _settings(get_recipe(recipe.name))
+    left_out = ("arm.", "task.backbone.") if getattr(recipe.task, "init_from", "") else ("arm.",)
     for name, value in _settings(recipe).items():
-        if name.startswith("arm.") or own.get(name, ...) == value:
+        if name.startswith(left_out) or own.get(name, ...) == value:
             continue
         words += as_option(name, value)
     return shlex.join(words)

@@ -6,6 +6,8 @@ from cli_helpers import refused
 
 FILES = {
     "zero.png": b"",
+    "whole.json": b'{"arm": "baseline", "task": {"backbone": {"width": 32}}}',
+    "width.toml": b"width = 32",
     "rate.toml": b"[train]\nlr = 1e-3\n",
     "zero.pgm": b"P5 0 4 255\n",
     "broken.json": b"{",
@@ -114,6 +116,10 @@ ROWS = [  # a command, and words of the line
         "compare llm-demo --seeds 1 --head-lr 1e-3 --cache-dir cache",
         "--head-lr does nothing: the model has no new head",
     ),
+    ("train llm-demo --init-from x --backbone.layers 7", "--task.backbone.layers does nothing: --init-from brings"),
+    ("compare llm-demo --config width.toml --init-from=x", "--task.backbone.width does nothing: --init-from brings"),
+    ("train llm-demo --init-from x --config whole.json --layers 7", "--task.backbone.layers does nothing"),
+    ("train llm-demo --init-from x --config whole.json", "x is no folder"),
     ("finetune glue-minilm --init-from x", "--init-from: use --checkpoint, a folder or a model's name"),
     ("train llm-demo --threads 0", "--threads must be a positive integer, got 0"),
     ("convert --lrr 3 a b", "unrecognized argument --lrr"),
