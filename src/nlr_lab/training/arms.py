@@ -65,8 +65,8 @@ def _find_kinds(name: str) -> list[ArmKind]:
             return [Function(name)]
         known = ", ".join(ARM_METHODS)
         near = difflib.get_close_matches(name, ARM_METHODS, n=1)
-        meant = f"; did you mean {near[0]!r}?" if near else ""
-        raise UserError(f"unknown arm {name!r}{meant} There are {known}, or a function of your own as module:function")
+        meant = f"did you mean {near[0]!r}? There" if near else "there"
+        raise UserError(f"unknown arm {name!r}; {meant} are {known}, or a function of your own as module:function")
     kinds = [kind for each in names for kind in _find_kinds(each)]
     for kind in kinds:
         if kind.stage is None:
