@@ -101,6 +101,22 @@ def _on_diffusers(loaders: Any) -> None:
         wrapt.wrap_function_wrapper(loaders, "_create_lora_config", create)
 
 
+def _on_speech(speech: Any) -> None:
+    def init(init: Any, _instance: Any, args: Any, kwargs: Any) -> None:
+        config = getattr(kwargs["model"] if "model" in kwargs else args[0], "config", None)
+        model_type = str(getattr(config, "model_type", ""))
+        if not model_type.startswith(TYPE_PREFIX):
+            return init(*args, **kwargs)
+        # Asked for by name: another than Whisper is given the first 30 seconds, and no timestamps.
+        config.model_type = model_type.removeprefix(TYPE_PREFIX)  # type: ignore[union-attr]
+        try:
+            return init(*args, **kwargs)
+        finally:
+            del config.model_type  # type: ignore[union-attr]
+
+    wrapt.wrap_function_wrapper(speech.AutomaticSpeechRecognitionPipeline, "__init__", init)
+
+
 def _on_augment(augment: Any) -> None:
     def make_saveable(model: Any, entry: dict[str, Any]) -> None:
         if hasattr(model, "save_pretrained"):
@@ -112,4 +128,5 @@ def _on_augment(augment: Any) -> None:
 wrapt.register_post_import_hook(_on_peft, "peft")
 wrapt.register_post_import_hook(_on_transformers, "transformers.models.auto.configuration_auto")
 wrapt.register_post_import_hook(_on_diffusers, "diffusers.loaders.peft")
+wrapt.register_post_import_hook(_on_speech, "transformers.pipelines.automatic_speech_recognition")
 wrapt.register_post_import_hook(_on_augment, "nonlinear_lowrank.surgery.augment")

@@ -239,3 +239,16 @@ def test_load_tokenizer_reads_whole_files_alone(saved, tmp_path):
     for text in ('{"version": "1.0"}', "{"):
         (tmp_path / "tokenizer.json").write_text(text)
         assert_refused("cannot be loaded", hub.load_tokenizer, tmp_path)
+
+
+def test_whispers_pipeline_is_whispers():
+    sizes = {"vocab_size": 64, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "num_mel_bins": 80}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0)
+    model = hf.WhisperForConditionalGeneration(hf.WhisperConfig(**sizes, **heads, **tokens))
+    nlr.augment(model, nlr.NobleConfig(rank=4), verbose=False)
+    parts = {"tokenizer": word_tokenizer(["a", "b"], "a"), "feature_extractor": hf.WhisperFeatureExtractor()}
+    pipeline = hf.AutomaticSpeechRecognitionPipeline(model=model, **parts)
+    (chunk,) = pipeline.preprocess({"raw": torch.zeros(16_000 * 40).numpy(), "sampling_rate": 16_000})
+    assert chunk["input_features"].shape[-1] == 4000, "of all 40 seconds"
+    assert model.config.model_type == "nonlinear_lowrank_whisper"
