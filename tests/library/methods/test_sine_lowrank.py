@@ -131,3 +131,10 @@ def test_trained_weights_are_not_done_away_with_in_silence(tmp_path):
     model = ViTForImageClassification.from_pretrained(tmp_path / "plain")
     with pytest.warns(UserWarning, match="random weights in the place of 4 trained ones"):
         nlr.augment(model, SineLowRankConfig(rank=2), include=r".*mlp\.fc[12]", verbose=False)
+
+
+def test_factors_that_fsdp_has_rounded_are_refused():
+    layer = SineLowRankLinear(16, 16, config=SineLowRankConfig(rank=2, omega=30))
+    assert layer.bfloat16().sine_up.dtype == torch.float32
+    layer.sine_up.data = layer.sine_up.data.bfloat16()
+    assert_refused("param_dtype=torch.float32", layer, torch.randn(2, 16))

@@ -116,12 +116,6 @@ class TitanSineLowRankLinear(Layer, SineLowRankLinear):
         SineLowRankLinear.__init__(self, *sizes, config=config.method, dtype=torch.get_default_dtype())
         self.config = config
 
-    def forward(self, input: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features)."""
-        if self.sine_up.dtype in (torch.bfloat16, torch.float16):  # a phase of 30 rad would be off by 0.1 rad
-            raise UserError("FSDP has rounded sine factors to 16 bits; set --training.mixed_precision_param float32")
-        return super().forward(input)
-
 
 # torchtitan's Float8Linear is None without torchao.
 _DENSE: tuple[Any, ...] = (Linear.Config, *([] if Float8Linear is None else [Float8Linear.Config]))

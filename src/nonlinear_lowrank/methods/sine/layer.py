@@ -208,8 +208,13 @@ class SineLowRankLinear(nn.Module):
             init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features)."""
+        """(..., in_features) -> (..., out_features); raise UserError where FSDP has rounded the factors to 16 bits."""
         factors = self.sine_up, self.sine_down
+        if self.sine_up.dtype in (torch.bfloat16, torch.float16):  # a phase of 30 rad would be off by 0.1 rad
+            raise UserError(
+                "FSDP has rounded sine factors to 16 bits: use MixedPrecisionPolicy(param_dtype=torch.float32) and "
+                "autocast, in torchtitan --training.mixed_precision_param float32"
+            )
         return lowrank_linear(x, *factors, self.bias, self.sine_config.activation, *self._settings())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
