@@ -195,7 +195,7 @@ def _better_skipped(module: nn.Module, method: Method, config: Any) -> str | Non
     if method.is_target(module):
         return method.skip_reason(module, config)
     if holds_numbers(getattr(module, "weight", None)):
-        return f"is a {type(module).__name__}, a linear with a forward or methods of its own"
+        return f"is a {type(module).__name__}, a linear with a forward of its own"
     return None
 
 

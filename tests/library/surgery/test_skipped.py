@@ -77,11 +77,6 @@ class Masked(nn.Linear):
         return super().forward(x)
 
 
-class Extended(nn.Linear):
-    def twice(self, x):
-        return 2 * self(x)
-
-
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -106,15 +101,13 @@ MODELS = {
     "subclasses": (
         lambda: nn.ModuleDict({"same": Same(16, 16), "free": Same(16, 16, bias=False), "router": Router(16, 8)}),
         ["same", "free"],
-        {"router": "is a Router, a linear with a forward or methods of its own"},
+        {"router": "is a Router, a linear with a forward of its own"},
         r"router is a .*Router, which .* cannot replace",
     ),
     "not plain": (
-        lambda: nn.ModuleDict(
-            {"same": Same(16, 16), "a": Dropping(16, 16), "b": Masked(16, 16), "c": Extended(16, 16)}
-        ),
+        lambda: nn.ModuleDict({"same": Same(16, 16), "a": Dropping(16, 16), "b": Masked(16, 16)}),
         ["same"],
-        dict.fromkeys("abc", "a linear with a forward or methods of its own"),
+        dict.fromkeys("ab", "a linear with a forward of its own"),
         r"a is a .*Dropping, which .* cannot replace",
     ),
     "small": (
