@@ -41,6 +41,7 @@ ROWS = {
     "query": (("llama", "gpt2", "mixtral", "vit", "t5"), [nlr.NonlinearQueryConfig()]),
     "kept-query": (("gpt2", "vit"), [nlr.NonlinearQueryConfig(residual="linear")]),
     "qk-norm": (("llama", "gpt2", "mixtral", "vit", "t5"), [nlr.QKNormConfig()]),
+    "around": (("t5",), [nlr.NonlinearQueryConfig(), nlr.QKNormConfig()]),
     "several": (("llama", "gpt2"), [nlr.NobleConfig(rank=3), nlr.RationalConfig(groups=4), nlr.QKNormConfig()]),
     "on-sine-experts": (
         ("mixtral", "longcat_flash", "dbrx"),

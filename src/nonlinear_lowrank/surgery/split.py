@@ -177,7 +177,9 @@ def drawn_whole(model: nn.Module) -> Iterator[None]:
     attention (T5's) find one that counts as loaded where a layer has none.
     """
     new: dict[nn.Module, Any] = {each: _undrawn(each) for each in model.modules() if isinstance(each, SplitLinear)}
-    bare = {each: _stand_in(each) for each in model.modules() if _is_bare(each)}
+    found = [each for each in model.modules() if _is_bare(each)]
+    inside = {own for each in found for own in each.modules() if own is not each}
+    bare = {each: _stand_in(each) for each in found if each not in inside}
     replace_modules(model, new | bare)
     try:
         yield

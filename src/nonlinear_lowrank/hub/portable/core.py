@@ -71,7 +71,9 @@ class AugmentedModel:
         """Draw as the plain model does, then the new layers by their own init; skip what was loaded."""
         new = [layer for layer in _layers(self) if not getattr(layer, "_is_hf_initialized", False)]
         # Inits that draw the weights of an attention (T5's) find one that counts as loaded where a layer has none.
-        bare = {each: _stand_in(each) for each in _layers(self) if hasattr(each, "shape") and not _has_weight(each)}
+        found = [each for each in _layers(self) if hasattr(each, "shape") and not _has_weight(each)]
+        inside = {own for each in found for own in each.modules() if own is not each}
+        bare = {each: _stand_in(each) for each in found if each not in inside}
         _put(self, bare)  # type: ignore[arg-type]
         super().initialize_weights()  # type: ignore[misc]
         _put(self, {other: each for each, other in bare.items()})  # type: ignore[arg-type]
