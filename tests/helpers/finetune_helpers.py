@@ -17,7 +17,7 @@ from nlr_lab.tasks.finetune.classification import GlueData, GlueTask, ImageData,
 from nlr_lab.tasks.finetune.instructions import InstructionData, InstructionTask
 from nlr_lab.tasks.finetune.pretrained import Pretrained
 from nlr_lab.training import Arm, Recipe
-from nonlinear_lowrank.hub.loading import quiet_loading
+from nonlinear_lowrank.hub.classes import quiet_loading
 from training_helpers import tiny_recipe
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "red", "birds", "who", "what", "yes", "no", "very", "not")

@@ -10,12 +10,14 @@ layers back that the config lists. Files name tensors as the plain model does (`
 import copy
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, wraps
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.utils import logging as hub_logging
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, conversion_mapping
 from transformers.core_model_loading import (
@@ -27,6 +29,7 @@ from transformers.core_model_loading import (
 )
 from transformers.models.auto import configuration_auto, modeling_auto
 from transformers.models.auto.auto_factory import _LazyAutoMapping
+from transformers.utils import logging
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from nonlinear_lowrank.errors import UserError
@@ -308,6 +311,22 @@ def check_loading_info(model: Any, info: dict[str, Any]) -> None:
         )
 
 
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Let transformers and the hub say nothing and show no bar."""
+    verbosity, bars, hub = logging.get_verbosity(), logging.is_progress_bar_enabled(), hub_logging.get_verbosity()
+    logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        hub_logging.set_verbosity(hub)
+        if bars:
+            logging.enable_progress_bar()
+
+
 def listed_problems(kinds: Mapping[str, Sequence[str]]) -> str:
     """Return the first few tensors of each kind of problem, for a message; empty where there are none."""
     return "; ".join(
@@ -451,8 +470,6 @@ def _share_weight_conversions(base: str, twin: str) -> None:
 
 def _share_processors(base: Any, twin: Any) -> None:
     from transformers.models.auto import tokenization_auto as tokenizers
-
-    from .loading import quiet_loading
 
     special = configuration_auto.SPECIAL_MODEL_TYPE_TO_MODULE_NAME
     special[twin.model_type] = configuration_auto.model_type_to_module_name(base.model_type)

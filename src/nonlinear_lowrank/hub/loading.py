@@ -1,20 +1,17 @@
 """Loading models, adapters and tokenizers from a folder that a user gave: checked first, strict, no pickle, no code."""
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from huggingface_hub.utils import logging as hub_logging
-from transformers.utils import logging
 
 from nonlinear_lowrank.errors import BUILD_ERRORS, UserError
 from nonlinear_lowrank.validation import one_line, require
 
-from .classes import check_loading_info, plain_class, twin_of
+from .classes import check_loading_info, plain_class, quiet_loading, twin_of
 from .registration import CLASS_PREFIX, TYPE_PREFIX, config_class
 from .storage import check_folder, check_hashes, check_model_folder, read_json, tensor_shapes, weight_files
 
@@ -122,22 +119,6 @@ def check_causal(path: str | Path, config: dict[str, Any] | None = None) -> None
     names = config.get("architectures") or ["no model class"]
     if str(names[0]).removeprefix(CLASS_PREFIX) not in registered.union(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
         raise UserError(f"{path} is no causal language model: its config.json names {names[0]}")
-
-
-@contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Let transformers and the hub say nothing and show no bar."""
-    verbosity, bars, hub = logging.get_verbosity(), logging.is_progress_bar_enabled(), hub_logging.get_verbosity()
-    logging.set_verbosity_error()
-    hub_logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        hub_logging.set_verbosity(hub)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def is_adapter(path: str | Path) -> bool:

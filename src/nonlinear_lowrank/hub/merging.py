@@ -20,7 +20,7 @@ from nonlinear_lowrank.surgery.augment import layer_entries
 from nonlinear_lowrank.validation import one_line, require
 
 from .card import shown_name, table, write_card
-from .classes import make_saveable
+from .classes import make_saveable, quiet_loading
 from .conversion import copy_companions, first_output, random_inputs
 from .loading import (
     ADAPTER_CONFIG,
@@ -33,7 +33,6 @@ from .loading import (
     is_mergeable,
     load_model,
     make_room,
-    quiet_loading,
 )
 from .registration import FIELD
 from .storage import check_folder, check_new_or_empty, read_json, staged_output

@@ -25,7 +25,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import require
 
-from .loading import quiet_loading
+from .classes import quiet_loading
 
 
 class MeanPooledConfig(PreTrainedConfig):

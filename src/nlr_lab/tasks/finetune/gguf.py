@@ -46,7 +46,7 @@ def unpack(file: Path) -> Path:
     def save(place: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-        from nonlinear_lowrank.hub.loading import quiet_loading
+        from nonlinear_lowrank.hub.classes import quiet_loading
         from nonlinear_lowrank.hub.storage import staged_folder
 
         require("demo", "gguf")

@@ -203,7 +203,7 @@ class Pretrained:
         return sentences if self.pooling == "auto" else self.pooling == "mean"
 
     def _loaded(self, load: Callable[[str], Any]) -> Any:
-        from nonlinear_lowrank.hub.loading import quiet_loading
+        from nonlinear_lowrank.hub.classes import quiet_loading
 
         where = self.where()
         try:

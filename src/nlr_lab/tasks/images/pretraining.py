@@ -271,7 +271,7 @@ def digits_vit_folder() -> Path:
     """Return the folder of `digits-vit`, which knows scikit-learn's digits 0 to 4; trained on first use, in seconds."""
 
     def save(place: Path) -> None:
-        from nonlinear_lowrank.hub.loading import quiet_loading
+        from nonlinear_lowrank.hub.classes import quiet_loading
         from nonlinear_lowrank.hub.storage import staged_folder
 
         with staged_folder(place) as staged, quiet_loading():
