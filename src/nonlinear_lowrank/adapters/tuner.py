@@ -162,9 +162,9 @@ class CheckedTuner(BaseTuner):
                 raise UserError(f"{name} is sharded; merge before sharding, in one process")
         for name, module in self.model.named_modules():
             if getattr(module, "weight_name", None) and module.quantization_backend is None:
-                weight = getattr(module.get_base_layer(), module.weight_name)
+                weight = getattr(module.get_base_layer(), module.weight_name, None)
                 if not isinstance(weight, nn.Parameter):
-                    raise UserError(f"{name} computes its weight from others, which no merge can change: keep it apart")
+                    raise UserError(f"{name} has no weight of its own that a merge could change; use it unmerged")
 
     def _before_merge(self, adapter_names: list[str] | None, safe_merge: bool) -> None:
         if isinstance(adapter_names, str):

@@ -191,8 +191,9 @@ def make_room(model: Any, folder: Path) -> None:
     embedding = embedding_of(model)
     name = next((name for name, module in model.named_modules() if module is embedding), "")
     shapes = tensor_shapes(folder / ADAPTER_WEIGHTS)
-    brought = (shapes.get(f"base_model.model.{name}.{end}") for end in ("weight", "base_layer.weight"))
-    rows = next((shape[0] for shape in brought if shape), 0)
+    own = f"base_model.model.{name}."  # its weight lies deeper where the adapter is on it too
+    brought = [shape for key, shape in shapes.items() if key.startswith(own) and key.endswith("weight")]
+    rows = max((shape[0] for shape in brought if len(shape) == 2), default=0)
     if embedding is not None and rows > getattr(embedding, "num_embeddings", rows):
         model.resize_token_embeddings(rows, mean_resizing=False)
 

@@ -14,6 +14,7 @@ from adapter_helpers import FAMILIES, PEFT_WARNINGS, ROWS, batch
 from cli_helpers import run
 from nonlinear_lowrank import SineLoraConfig, SineLowRankConfig, UserError, augment
 from nonlinear_lowrank.hub import load_model, merging
+from nonlinear_lowrank.hub.loading import load_causal_adapter
 from nonlinear_lowrank.hub.merging import merge_adapter
 from rounding_helpers import assert_close_by_norm
 
@@ -267,20 +268,25 @@ def test_merging_keeps_a_new_classifier(tmp_path, kind):
         torch.testing.assert_close(merged(ids).logits, logits)
 
 
-def test_merging_takes_tokens_that_were_added(tmp_path):
+@pytest.mark.parametrize("tuned_too", ["embeddings", "new tokens"])
+def test_merging_takes_tokens_that_were_added(tmp_path, tuned_too):
     base = FAMILIES["llama"].make()
     rows = base.config.vocab_size
     base.save_pretrained(tmp_path / "base")
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model.resize_token_embeddings(rows + 3, mean_resizing=False)
-    config = SINE_LORA(r=2, task_type="CAUSAL_LM", modules_to_save=["embed_tokens", "lm_head"])
+    own = {"modules_to_save": ["embed_tokens", "lm_head"]}
+    if tuned_too == "new tokens":
+        own = {"trainable_token_indices": {"embed_tokens": [rows, rows + 1, rows + 2]}}
+    config = SINE_LORA(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"], **own)
     tuned, ids = get_peft_model(model, config).eval(), torch.tensor([[1, rows + 1, rows + 2, 4]])
     with torch.no_grad():
         logits = tuned(ids).logits
     tuned.save_pretrained(tmp_path / "adapter")
     merge_adapter(tmp_path / "adapter", tmp_path / "out")
-    with torch.no_grad():
-        torch.testing.assert_close(load_model(tmp_path / "out")(ids).logits, logits)
+    for found in (load_model(tmp_path / "out"), load_causal_adapter(tmp_path / "adapter")):
+        with torch.no_grad():
+            torch.testing.assert_close(found(ids).logits, logits)
 
 
 REFUSED = {
@@ -347,6 +353,6 @@ def test_merging_into_a_computed_weight_is_refused():
     adapted = get_peft_model(model, SINE_LORA(r=2, target_modules=["q_proj", "down_proj"]))
     before = {name: tensor.clone() for name, tensor in adapted.state_dict().items()}
     for merge in (adapted.merge_adapter, adapted.merge_and_unload):
-        with pytest.raises(UserError, match=r"down_proj computes its weight from others"):
+        with pytest.raises(UserError, match=r"down_proj has no weight of its own"):
             merge()
     assert all(torch.equal(before[name], tensor) for name, tensor in adapted.state_dict().items())
