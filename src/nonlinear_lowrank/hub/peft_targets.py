@@ -38,11 +38,11 @@ def fill_in_targets(tuner: Any, model: Any, config: Any) -> None:
         for inner in _inside(module):
             places[plain + inner].append(name + inner)
     if given and known is given:
-        held = {name for name, module in model.named_modules() if method_of_layer(module) and not _inside(module)}
+        held = [name for name, module in model.named_modules() if method_of_layer(module) and not _inside(module)]
         for name in held:
             if any(f".{name}".endswith(f".{each}") for each in given):
                 raise UserError(f"{name} holds no plain linear that peft could adapt; leave it out of target_modules")
-        places |= {each: [each] for each in given if not any(end.startswith(each) for end in places)}
+        places |= {each: [each] for each in given if not any(f"{end}.".startswith(f"{each}.") for end in places)}
     # A name with two ends would also match layers that no tuner takes.
     several = len({end.removesuffix(".dense").removesuffix(".projection") for end in places}) < len(places)
     if places:

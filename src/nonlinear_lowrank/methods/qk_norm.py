@@ -26,6 +26,7 @@ from transformers import initialization as init
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.ops.precision import wide_dtype
+from nonlinear_lowrank.surgery.split import SplitLinear
 from nonlinear_lowrank.validation import check_integer
 
 from .attention import FUSED, KEYS, MIXED, QUERY_BESIDE, SEPARATE, attention_heads, holds_keys_and_values, mixes_rows
@@ -145,10 +146,7 @@ class QKNormMethod(Method):
         """Return the config with the head width of the model's attention."""
         if config.head_width is not None:
             return config
-        parents = {model.get_submodule(path): path for path in (name.rpartition(".")[0] for name in names)}
-        # The parts of a split projection are in a module of their own.
-        paths = [path.rpartition(".")[0] if hasattr(each, "parts") else path for each, path in parents.items()]
-        found = {attention_heads(model.get_submodule(path))[1] for path in paths}
+        found = {attention_heads(_attention_of(model, name))[1] for name in names}
         if len(found) != 1 or None in found:
             raise UserError(
                 "the model's attention does not say how wide its heads are; give QKNormConfig(head_width=...)"
@@ -166,6 +164,13 @@ class QKNormMethod(Method):
 
     def plain(self, layer: nn.Module) -> PlainCost:
         return PlainCost(parameters=0, flops=0)
+
+
+def _attention_of(model: nn.Module, name: str) -> nn.Module:
+    """Return the module around a projection, or around the split one whose part it is."""
+    path = name.rpartition(".")[0]
+    parent = model.get_submodule(path)
+    return model.get_submodule(path.rpartition(".")[0]) if isinstance(parent, SplitLinear) else parent
 
 
 def _widths(name: str, module: nn.Module) -> tuple[int, int]:
