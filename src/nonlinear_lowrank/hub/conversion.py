@@ -170,13 +170,10 @@ def random_inputs(model: Any) -> dict[str, Tensor]:
                 tokens[tokens == end] = (end + 1) % text.vocab_size
                 tokens[:, -1] = end
             inputs["decoder_input_ids"] = inputs["input_ids"].flip(0)
-    if "input_features" in names:  # of speech models: twice as many frames as positions, where a config counts those
-        frames = 2 * getattr(config, "max_source_positions", 512)
-        bins = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", 80)
-        shape: tuple[Any, ...] = (
-            (_SEQUENCES, bins, frames) if config.model_type.endswith("whisper") else (_SEQUENCES, frames, bins)
-        )
-        inputs["input_features"] = torch.randn(shape, device=model.device, dtype=model.dtype)
+    if "input_features" in names:  # of speech: twice as many frames as positions, in Whisper behind the frequencies
+        frames, bins = 2 * getattr(config, "max_source_positions", 512), getattr(config, "num_mel_bins", None)
+        sizes = (bins, frames) if bins else (frames, getattr(config, "input_feat_per_channel", 80))
+        inputs["input_features"] = torch.randn(_SEQUENCES, *sizes, device=model.device, dtype=model.dtype)
         if config.is_encoder_decoder:
             inputs["decoder_input_ids"] = torch.randint(text.vocab_size, (_SEQUENCES, 4), device=model.device)
     if "pixel_values" in names:
