@@ -27,7 +27,6 @@ from .errors import LearningRateWarning, UserError
 from .methods.base import MultiplierLayer, Role, dense_part, layers_alive, method_of_layer
 from .methods.experts import projections
 from .surgery.targets import is_linear, output_head_names
-from .validation import check_number
 
 DENSE = Role("dense", muon=True)
 EMBEDDING = Role("embedding")
@@ -92,8 +91,10 @@ def param_groups(
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"param_groups takes the model, not its parameters, got {type(model).__name__}")
-    check_number("lr", lr, above=0)
-    check_number("weight_decay", weight_decay, minimum=0)
+    if isinstance(lr, str) or not 0 < lr < math.inf:
+        raise UserError(f"lr must be a finite number above 0, got {lr!r}")
+    if isinstance(weight_decay, str) or not 0 <= weight_decay < math.inf:
+        raise UserError(f"weight_decay must be a finite number of at least 0, got {weight_decay!r}")
     roles, parameters = parameter_roles(model), dict(model.named_parameters())
     if not roles:
         raise UserError("the model has no trainable parameters; unfreeze some (requires_grad_(True))")

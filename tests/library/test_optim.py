@@ -65,11 +65,18 @@ def test_a_fresh_list_each_time_and_names_reach_the_optimizer(capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [({"lr": 0.0}, "lr"), ({"lr": float("nan")}, "lr"), ({"lr": 1, "weight_decay": -1}, "decay"), ({}, "no trainable")],
+    [
+        ({"lr": 0.0}, "lr"),
+        ({"lr": float("nan")}, "lr"),
+        ({"lr": "3e-4"}, "lr"),
+        ({"lr": 1, "weight_decay": -1}, "decay"),
+        ({}, "no trainable"),
+    ],
 )
 def test_bad_arguments(arguments, word):
     model = nn.Linear(3, 3).requires_grad_("lr" in arguments)
     assert_refused(word, nlr.param_groups, model, **{"lr": 1, **arguments})
+    assert_refused("takes the model, not its parameters", nlr.param_groups, model.parameters(), lr=1e-3)
 
 
 def test_muon_gets_dense_matrices_only():
