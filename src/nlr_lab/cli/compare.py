@@ -50,7 +50,8 @@ class CompareOptions(_Options):
     wide-mlp:match=noble-r64 (a plain model with as many parameters as that arm; by=flops: as many FLOPs),
     moe:match=noble-r64,experts=8,active=2 (experts in place of the MLPs, as many FLOPs per token), any of them with
     optimizer=muon, or your own module:function (model in, model out). Of a pretrained model: full, head, lora:r=4,
-    dora:r=4, peanut:r=4, sine-lora:r=4,omega=200,grid=1e-4/3e-4, sine-dora, nora:r=2, nora++, noble-adapter:r=16."""
+    dora:r=4, peanut:r=4, oft, sine-lora:r=4,omega=200,grid=1e-4/3e-4, sine-dora, nora:r=2, nora++,
+    noble-adapter:r=16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +115,6 @@ def _check_head_rate(options: _Options, recipe: Any) -> None:
     """Raise UserError where --head-lr would reach no arm."""
     from nlr_lab.training.arms import Arm, apply_arm
 
-    apply_arm(recipe, Arm(), recipe.task.build_on_meta())  # a model without a new head fails here, before any data
+    apply_arm(recipe, Arm(), recipe.task.build_on_meta())  # refuses a model without a new head before data are read
     if all(arm.method == "head" or arm.head_lr for arm in map(Arm.parse, options.arms)):  # type: ignore[attr-defined]
         raise UserError("--head-lr does nothing: every arm is head or has its own head_lr=; change --arms, or omit it")

@@ -262,7 +262,7 @@ class _Split(NamedTuple):
     documents: int
     """Number of documents in the source."""
     hashes: np.ndarray
-    """Of the documents (or pieces of one) in the source, each once."""
+    """Hashes of the documents (or pieces of one) in the source, each once."""
     held_out: frozenset[int]
     """Hashes."""
     divide: int | None = None
