@@ -1,6 +1,6 @@
 """A ladder of sizes on English novels: does a lead at one width last at the next?
 
-    python -m studies.ladder.run DATA [--stage first|second|lowest|third|fourth|top|lengths] [--seeds 3] [--work FOLDER]
+    python -m studies.ladder.run DATA [--stage first|second|third|all|fourth|top|lengths] [--seeds 3] [--work FOLDER]
 
 DATA holds ELTeC's English novels as `train.txt.xz` and `valid.txt.xz`. Every stage continues where it was interrupted,
 and all of them share one folder: what smaller rungs predict is written there before a larger one is run. What the
@@ -9,8 +9,8 @@ which a new folder begins with. Stages, in this order:
 
     first     widths 32 and 48, 20 tokens a parameter: plain, wide, NOBLE, NOBLE with Muon, CoLA; learning rates tuned
     second    width 64: the arms of `first`
-    lowest    widths 32, 48 and 64, all arms
-    third     width 96, all arms
+    third     width 96: plain, wide, NOBLE
+    all       widths 32, 48, 64 and 96, all arms
     fourth    width 128: the arms of `first`
     top       width 192: plain, wide, NOBLE; --seeds 2
     lengths   width 64 at 5 and 80 tokens a parameter: the arms of `first`
@@ -36,8 +36,8 @@ FEW = tuple(arm for arm in ARMS if arm.rpartition("name=")[2] in ("plain", "wide
 STAGES: dict[str, dict[str, Any]] = {
     "first": {"widths": (32, 48), "arms": FEW, "next_width": 64},
     "second": {"widths": (64,), "arms": FEW, "next_width": 96},
-    "lowest": {"widths": (32, 48, 64)},
-    "third": {"widths": (96,), "next_width": 128},
+    "third": {"widths": (96,), "arms": FEW[:3], "next_width": 128},
+    "all": {"widths": (32, 48, 64, 96)},
     "fourth": {"widths": (128,), "arms": FEW},
     "top": {"widths": (192,), "arms": FEW[:3]},
     "lengths": {"widths": (64,), "tokens": (5.0, 80.0), "arms": FEW},
