@@ -1,6 +1,7 @@
 """A ladder of sizes on English novels: does a lead at one width last at the next?
 
-    python -m studies.ladder.run DATA [--stage first|second|third|all|fourth|top|lengths] [--seeds 3] [--work FOLDER]
+    python -m studies.ladder.run DATA [--stage first|second|third|all|fourth|top|lengths] [--seeds 3] [--workers 2]
+                                 [--work FOLDER]
 
 DATA holds ELTeC's English novels as `train.txt.xz` and `valid.txt.xz`. Every stage continues where it was interrupted,
 and all of them share one folder: what smaller rungs predict is written there before a larger one is run. What the
@@ -47,6 +48,7 @@ STAGES: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = study_parser(__doc__, "ladder", "data")
     parser.add_argument("--stage", choices=STAGES, default="first")
+    parser.add_argument("--workers", type=int, help="runs side by side")
     given = parser.parse_args()
     small = SCALES["small"]
     files = {
@@ -55,7 +57,7 @@ def main() -> None:
     own = {"text": replace(small.text, **files), "seeds": given.seeds, "threads": given.threads}
     with one_line_errors(given.stage), kept_runs(HERE, given.work):
         command = f"python -m studies.ladder.run DATA --stage {given.stage} --seeds {given.seeds}"
-        run_ladder(replace(small, **own, **STAGES[given.stage]), given.work, command=command)
+        run_ladder(replace(small, **own, **STAGES[given.stage]), given.work, workers=given.workers, command=command)
     for name in (RESULTS, PICTURE):
         if (given.work / name).exists():
             shutil.copyfile(given.work / name, HERE / name)
