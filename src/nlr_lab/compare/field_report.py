@@ -29,9 +29,9 @@ from .report import (
     NONE,
     Record,
     Row,
-    cautioned,
     delta_cells,
     delta_sentence,
+    graded,
     last_sections,
     lr_text,
     markdown_table,
@@ -247,7 +247,7 @@ def render_report(results: Record) -> str:
 def findings(results: Record) -> list[str]:
     """Say what was found of each pair, and how far apart the kinds' curves are."""
     metric = results["metric"]
-    lines = [cautioned(delta_sentence(name, other, pair, metric), pair) for name, other, pair in pairs_of(results)]
+    lines = [graded(delta_sentence(name, other, pair, metric), pair) for name, other, pair in pairs_of(results)]
     return lines + _distance_sentences(results) + list(results["notes"])
 
 

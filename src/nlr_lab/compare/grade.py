@@ -8,9 +8,10 @@
 | evaluations   | there are enough to tell that, and to read a speed off: ten a curve, and no crossing at the first |
 | equal FLOPs   | it has no more FLOPs than the other arm, or is better than a control that has as many as it       |
 | equal hours   | its wall-clock speedup is above 1 (its interval excludes 1), and it did not end worse             |
-| downstream    | it is a score on a task, not the loss that was trained                                            |
+| downstream    | it is a score on a task, not the loss that was trained, or its logarithm (PSNR)                   |
 
-All is read from the record. "Faster" is said of hours alone, and only where the first six are met.
+All is read from the record, in which each pair's `grade` holds those that are met. Where an older record or a field of
+it is silent, the condition is not met. "Faster" is said of hours alone, and only where the first six are met.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ CONDITIONS = ("seeds", "tuned", "flattened", "evaluations", "equal FLOPs", "equa
 FASTER = CONDITIONS[:-1]
 _LEAST_SEEDS, _LEVEL = 3, 0.05
 _EQUAL = 1.01  # FLOPs of two arms that count as equal
+_TRAINED = ("loss", "psnr")
 
 Record = Mapping[str, Any]
 
@@ -33,18 +35,17 @@ def conditions_met(results: Record, name: str, other: str) -> tuple[str, ...]:
         other: of the arm it is compared with; the record has the pair.
     """
     arms, pair = {arm["name"]: arm for arm in results["arms"]}, results["against"][other][name]
-    both, cautions = (arms[name], arms[other]), pair["cautions"]
-    better = 1 if results["metric"]["higher_is_better"] else -1
-    # A curve that crossed the other's end and rose again is no speed that anyone gets.
-    ended = better * (pair["delta"]["value"] or 0) >= 0
+    both, cautions, metric = (arms[name], arms[other]), pair.get("cautions"), _metric(results)
+    delta, hours, p_holm = pair["delta"].get("value"), pair["wall_clock_speedup"], pair.get("p_holm")
     met = {
-        "seeds": pair["n"] >= _LEAST_SEEDS and pair["p_holm"] is not None and pair["p_holm"] < _LEVEL,
+        "seeds": pair["n"] >= _LEAST_SEEDS and p_holm is not None and p_holm < _LEVEL,
         "tuned": all(_tuned(arm) for arm in both),
-        "flattened": not {"flattened", "seldom"} & cautions.keys(),
-        "evaluations": not {"evaluations", "seldom"} & cautions.keys(),
+        "flattened": cautions is not None and not {"flattened", "seldom"} & cautions.keys(),
+        "evaluations": cautions is not None and not {"evaluations", "seldom"} & cautions.keys(),
         "equal FLOPs": _equal_flops(results, arms, name, other),
-        "equal hours": ended and pair["wall_clock_speedup"]["shown"] and pair["wall_clock_speedup"]["value"] > 1,
-        "downstream": results["metric"]["name"] != "loss",
+        # A curve that crossed the other's end and rose again is no speed that anyone gets.
+        "equal hours": _better(metric) * (delta or 0) >= 0 and hours["shown"] and hours["value"] > 1,
+        "downstream": metric["name"] not in _TRAINED,
     }
     return tuple(each for each in CONDITIONS if met[each])
 
@@ -56,22 +57,35 @@ def grade_text(met: Sequence[str]) -> str:
     return f"{text}." if not missing else f"{text}; not shown: {', '.join(missing)}."
 
 
+def grade_cell(met: Sequence[str]) -> str:
+    """Return the grade as a cell of a table: `3/7`."""
+    return f"{len(met)}/{len(CONDITIONS)}"
+
+
+def _metric(results: Record) -> Record:
+    """The first records had losses alone, and did not say so."""
+    return results.get("metric", {"name": "loss", "higher_is_better": False})  # type: ignore[no-any-return]
+
+
+def _better(metric: Record) -> int:
+    return 1 if metric["higher_is_better"] else -1
+
+
 def _tuned(arm: Record) -> bool:
-    names = ("lr",) if arm["head_lr"] is None else ("lr", "head_lr")
+    names = ("lr",) if arm.get("head_lr") is None else ("lr", "head_lr")
     tried = [(arm[name], [run[name] for run in arm["tuning"]]) for name in names]
     return bool(arm["tuning"]) and all(min(rates) < best < max(rates) for best, rates in tried)
 
 
 def _equal_flops(results: Record, arms: Mapping[str, Record], name: str, other: str) -> bool:
-    flops = {each: arm["flops_per_token"] for each, arm in arms.items()}
+    flops: dict[str, Any] = {each: arm.get("flops_per_token") for each, arm in arms.items()}
     if not flops[name] or not flops[other]:
         return False
     if flops[name] <= _EQUAL * flops[other]:
         return True
-    better = 1 if results["metric"]["higher_is_better"] else -1
     for control, pairs in results["against"].items():
         delta = pairs[name]["delta"] if name in pairs else None
         as_many = flops[control] and flops[name] <= _EQUAL * flops[control]
-        if as_many and delta and delta["shown"] and better * delta["value"] > 0:
+        if as_many and delta and delta["shown"] and _better(_metric(results)) * delta["value"] > 0:
             return True
     return False

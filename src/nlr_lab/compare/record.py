@@ -28,6 +28,7 @@ from nlr_lab.runtime.storage import disk_errors, holds_former, opened, read_json
 from nlr_lab.tasks.task import LOSS, Measure
 from nonlinear_lowrank.errors import UserError
 
+from .grade import conditions_met
 from .statistics import Estimate, compare_pair, curve_cautions, holm, paired_mean, speed_cautions
 from .trial import Choice, Run, best_run
 
@@ -209,7 +210,11 @@ def build_results(
         "against": against,
         "notes": notes,
     }
-    return clean(results)  # type: ignore[no-any-return]
+    results = clean(results)
+    for other, named in results["against"].items():
+        for name, pair in named.items():
+            pair["grade"] = list(conditions_met(results, name, other))
+    return results
 
 
 def _pair(base: ArmRecord, arm: ArmRecord, seeds: Sequence[int], times: Times, measure: Measure) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from nlr_lab.runtime.tables import COLOURS, GREYS, new_figure, new_panels, save
 
-from .grade import FASTER, conditions_met, grade_text
+from .grade import FASTER, grade_text
 
 Record = Mapping[str, Any]
 Row = tuple[str, ...]
@@ -159,11 +159,12 @@ def delta_sentence(name: str, reference: str, pair: Record, metric: Record) -> s
     return text
 
 
-def cautioned(text: str, pair: Record) -> str:
-    """The text, followed by what its curves do not bear where it claims something."""
-    return text + (
-        f" **Caution**: {'; '.join(pair['cautions'].values())}." if claims(pair) and pair["cautions"] else ""
-    )
+def graded(text: str, pair: Record) -> str:
+    """The text, followed where it claims something by what its curves do not bear, and by its grade."""
+    if not claims(pair):
+        return text
+    caution = f" **Caution**: {'; '.join(pair['cautions'].values())}." if pair["cautions"] else ""
+    return f"{text}{caution} {grade_text(pair['grade'])}"
 
 
 def claims(pair: Record) -> bool:
@@ -272,7 +273,7 @@ def tables(results: Record) -> list[str]:
 # --- sentences -----------------------------------------------------------------------------------------------
 
 
-def _speed_sentence(pair: Record, reference: str, met: Sequence[str]) -> str:
+def _speed_sentence(pair: Record, reference: str) -> str:
     steps, matched, wall, n = pair["step_speedup"], pair["matched_speedup"], pair["wall_clock_speedup"], pair["n"]
     if pair["diverged"] or not pair["seeds"]:
         return ""
@@ -289,7 +290,7 @@ def _speed_sentence(pair: Record, reference: str, met: Sequence[str]) -> str:
         text = f"It reached that model's final loss in {how} steps, by a factor of {ratio_text(steps)}."
     if wall["value"] is None:
         return f"{text} Hours: {wall['note']}."
-    return f"{text} In hours {ratio_text(wall)}: {_hours_verdict(wall, met)}."
+    return f"{text} In hours {ratio_text(wall)}: {_hours_verdict(wall, pair['grade'])}."
 
 
 def _hours_verdict(ratio: Record, met: Sequence[str]) -> str:
@@ -312,10 +313,8 @@ def findings(results: Record) -> list[str]:
         lines.append("One seed was run (n = 1): no interval and no p-value, so nothing is shown either way.")
 
     def verdict(name: str, other: str, pair: Record, before: str = "") -> str:
-        met = conditions_met(results, name, other)
-        speed = _speed_sentence(pair, other, met) if _has_speed(results) else ""
-        text = cautioned(f"{before}{delta_sentence(name, other, pair, metric)} {speed}".rstrip(), pair)
-        return f"{text} {grade_text(met)}" if claims(pair) else text
+        speed = _speed_sentence(pair, other) if _has_speed(results) else ""
+        return graded(f"{before}{delta_sentence(name, other, pair, metric)} {speed}".rstrip(), pair)
 
     arms, sign = {arm["name"]: arm for arm in results["arms"]}, -1 if metric["higher_is_better"] else 1
     controls = [arm for arm in results["arms"] if arm["control"] and arm["score"]["mean"] is not None]

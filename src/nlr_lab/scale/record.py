@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from nlr_lab.compare.grade import conditions_met
 from nlr_lab.compare.record import RESULTS, clean
 from nlr_lab.runtime.storage import read_json
 
@@ -39,7 +40,7 @@ def _rung(name: str, width: int, tokens: float, results: Record) -> dict[str, An
     for arm in results["arms"]:
         runs = {run["seed"]: run for run in arm["runs"]}
         losses = [runs[seed]["final_loss"] for seed in seeds if seed in runs]
-        flops = arm["flops_per_token"]
+        flops, pair = arm["flops_per_token"], against.get(arm["name"])
         arms[arm["name"]] = {
             "parameters": arm["parameters"],
             "flops_per_token": flops,
@@ -52,7 +53,7 @@ def _rung(name: str, width: int, tokens: float, results: Record) -> dict[str, An
             "mean": arm["final_loss"]["mean"],
             "sd": arm["final_loss"]["sd"],
             "seconds": [runs[seed]["seconds"] for seed in seeds if seed in runs],
-            "against": against.get(arm["name"]),
+            "against": pair and {"grade": conditions_met(results, arm["name"], reference), **pair},
         }
     return {
         "rung": name,

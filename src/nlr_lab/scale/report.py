@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from nlr_lab.compare.grade import grade_cell
 from nlr_lab.compare.report import NONE, estimate_text, markdown_table, p_text, ratio_text
 from nlr_lab.runtime.tables import COLOURS, GREYS, new_figure, save
 
@@ -42,7 +43,7 @@ def tables(results: Record) -> list[str]:
 
         parts += [f"## {tokens:g} tokens a parameter", "Final loss, standard deviation over seeds, n:"]
         parts += [markdown_table(head, rows(_loss, names))]
-        parts += [f"Less that of `{reference}`, paired by seed, with 95 % interval and p after Holm:"]
+        parts += [f"Less that of `{reference}`, paired by seed, with 95 % interval, p after Holm, grade of a claim:"]
         parts += [markdown_table(head, rows(_delta, others))]
         parts += [
             f"Speedup to a common loss with `{reference}` (below 1: slower), in steps, in FLOPs and in hours, along "
@@ -72,7 +73,7 @@ def _loss(arm: Record, rung: Record) -> str:
 def _delta(arm: Record, rung: Record) -> str:
     if (pair := arm["against"]) is None:
         return NONE
-    shown = "" if pair["delta"]["shown"] else ", no difference shown"
+    shown = f", grade {grade_cell(pair['grade'])}" if pair["delta"]["shown"] else ", no difference shown"
     return f"{estimate_text(pair['delta'])}, p {p_text(pair['p_holm'])}{shown}"
 
 

@@ -145,6 +145,7 @@ def test_cautions_a_claim_by_the_curves_rule(gain, cautioned):
     assert "% **higher** than `low-rank-k1`, better" in line
     assert ("Caution" in line) == cautioned == bool(results["against"]["low-rank-k1"]["sine-k1"]["cautions"])
     assert ("over the last 50 % of the steps `low-rank-k1` by 1" in line) == cautioned
+    assert f"Grade {4 if cautioned else 5} of 7; not shown: tuned, {'flattened, ' * cautioned}equal hours." in line
 
 
 def test_puts_the_best_omega_of_the_tuning_on_the_curve():

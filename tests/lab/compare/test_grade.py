@@ -1,5 +1,9 @@
 """Grades of claims: each condition counts, and "faster" needs all but a downstream score."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from compare_helpers import ACCURACY, a_record, an_arm, curved_run
@@ -7,7 +11,9 @@ from nlr_lab.compare.grade import CONDITIONS, FASTER, conditions_met
 from nlr_lab.compare.report import findings
 from nlr_lab.tasks.task import LOSS
 
+PSNR = replace(ACCURACY, name="psnr")
 SEEDS = (1, 2, 3)
+STUDIES = Path(__file__).parents[3] / "studies"
 GAIN = {"baseline": 0.0, "noble": 0.2, "wide": 0.05}
 
 
@@ -46,7 +52,7 @@ def a_claim(
 
 def test_says_faster_where_all_but_a_downstream_score_is_met():
     results = a_claim()
-    assert conditions_met(results, "noble", "baseline") == FASTER
+    assert results["against"]["baseline"]["noble"]["grade"] == list(FASTER)
     line = next(line for line in findings(results) if line.startswith("`noble`"))
     assert "**faster**" in line
     assert line.endswith("Grade 6 of 7; not shown: downstream.")
@@ -69,7 +75,7 @@ def test_says_faster_where_all_but_a_downstream_score_is_met():
 )
 def test_each_condition_is_missed_on_its_own(change, missing):
     results = a_claim(**change)
-    assert set(CONDITIONS) - set(conditions_met(results, "noble", "baseline")) == {*missing, "downstream"}
+    assert set(CONDITIONS) - {*results["against"]["baseline"]["noble"]["grade"]} == {*missing, "downstream"}
     line = next(line for line in findings(results) if line.startswith("`noble`"))
     assert "**faster**" not in line
 
@@ -78,5 +84,28 @@ def test_a_control_of_equal_flops_stands_for_equal_flops():
     assert "equal FLOPs" in conditions_met(a_claim(flops=1.2, wide=1.2), "noble", "baseline")
 
 
-def test_a_score_on_a_task_is_downstream():
-    assert "downstream" in conditions_met(a_claim(measure=ACCURACY), "noble", "baseline")
+@pytest.mark.parametrize(("measure", "met"), [(ACCURACY, True), (PSNR, False)], ids=["accuracy", "psnr"])
+def test_a_score_on_a_task_is_downstream(measure, met):
+    assert ("downstream" in conditions_met(a_claim(measure=measure), "noble", "baseline")) == met
+
+
+def test_a_record_that_is_silent_on_a_condition_does_not_meet_it():
+    results = a_claim()
+    pair = results["against"]["baseline"]["noble"]
+    del results["metric"], pair["cautions"], pair["p_holm"]
+    for arm in results["arms"]:
+        del arm["flops_per_token"], arm["head_lr"]
+    assert conditions_met(results, "noble", "baseline") == ("tuned", "equal hours")
+
+
+@pytest.mark.parametrize("file", sorted(STUDIES.glob("*/results.json")), ids=lambda file: file.parent.name)
+def test_every_kept_pair_has_the_grade_that_its_record_gives(file):
+    parts = json.loads(file.read_text(encoding="utf-8"))
+    for part in filter(lambda each: isinstance(each, dict), parts.values()):
+        for other, pairs in part.get("against", {}).items():
+            for name, pair in pairs.items():
+                # Whether curves had flattened is told by their cautions; the first records have only the grade.
+                of_curves = set() if "cautions" in pair else {"flattened", "evaluations"}
+                assert {*pair["grade"]} - of_curves == {*conditions_met(part, name, other)}, (name, other)
+        for pair in part.get("pairs", ()):
+            assert {*pair["grade"]} <= {*CONDITIONS}

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ import nlr_lab.scale.run as scale_run
 from cli_helpers import run, succeed
 from nlr_lab.recipes import get_recipe
 from nlr_lab.scale.ladder import SCALES, Rung, backbone, inner_parameters, scaled
+from nlr_lab.scale.report import render
 from nlr_lab.scale.run import run_ladder
 from pretraining_helpers import corpus
 from refusals import assert_refused
@@ -66,9 +68,15 @@ def test_climbs_goes_on_and_judges_what_it_predicted(climbed, capsys, monkeypatc
     succeed(capsys, *command, "--widths", "16", "--next-width", "24")
     assert {path.name for path in (out / "predicted").iterdir()} == {"w32-t0.06.json"}
 
+    # Rungs that an older version ran get their grades.
+    rung = read(out / "w16-t0.06" / "results.json")
+    del rung["against"]["plain"]["noble"]["grade"]
+    (out / "w16-t0.06" / "results.json").write_text(json.dumps(rung))
+
     # The next width has three rates around the one predicted, and is held against what was written before.
     succeed(capsys, *command, "--widths", "32", "--timing-rounds", "0")
     assert read(out / "predicted" / "w32-t0.06.json") == predicted
+    assert read(out / "results.json")["rungs"][:2] == results["rungs"]
     results = read(out / "results.json")
     assert [rung["rung"] for rung in results["rungs"]] == ["w16-t0.06", "w24-t0.06", "w32-t0.06"]
     judged = results["predicted"]["w32-t0.06"]
@@ -96,6 +104,12 @@ def test_climbs_goes_on_and_judges_what_it_predicted(climbed, capsys, monkeypatc
     assert read(out / "results.json")["rungs"] == results["rungs"]
     longer = read(out / "predicted" / "w24-t0.1.json")
     assert (longer["losses"], longer["rates"].keys()) == ({}, {"plain", "noble"})
+
+
+def test_report_grades_its_claims():
+    report = render(read(Path(__file__).parents[3] / "studies" / "ladder" / "results.json"))
+    assert "-0.0616 [-0.0919, -0.0312], p 0.026, grade 4/7 |" in report
+    assert "-0.0721 [-0.1525, +0.0083], p 0.12, no difference shown |" in report
 
 
 def test_refuses_other_settings_data_and_folders(tmp_path):
