@@ -2,20 +2,18 @@
 
     python tools/front_picture.py
 
-The curves are those of studies/llm_small as recorded at commit a0e2d46. A step's time is the median of the 500-step
+The curves are those that studies/llm_small/results.json keeps for it. A step's time is the median of the 500-step
 study, also in the longer run, whose own was not measured.
 """
 
 import json
-import subprocess
 from pathlib import Path
-from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
-RAW = "a0e2d46:studies/llm_small/{}.json"
+RESULTS = ROOT / "studies" / "llm_small" / "results.json"
 ARMS = {
     "baseline": ("transformers' own init", "0.45", "--"),
     "baseline-init-kaiming": ("best baseline", "0.1", "--"),
@@ -28,21 +26,19 @@ def main() -> None:
     """Write the picture."""
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
-    seconds = {arm["name"]: arm["step_seconds_median"] for arm in _raw("cpu-table")["arms"]}
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    seconds = {arm["name"]: arm["step_seconds_median"] for arm in results["cpu-table"]["arms"]}
     for place, (part, title) in enumerate(PARTS.items(), start=1):
         axes = figure.add_subplot(1, 2, place)
-        for arm in _raw(part)["arms"]:
-            if arm["name"] not in ARMS:
-                continue
-            label, color, style = ARMS[arm["name"]]
-            curves = [dict(run["curve"]) for run in arm["runs"]]
-            steps = [step for step in curves[0] if step >= max(curves[0]) * 0.2]
-            minutes = [step * seconds[arm["name"]] / 60 for step in steps]
-            losses = [[curve[step] for curve in curves] for step in steps]
-            axes.plot(minutes, [sum(each) / len(each) for each in losses], style, color=color, label=label)
-            axes.fill_between(
-                minutes, *zip(*((min(each), max(each)) for each in losses), strict=True), color=color, alpha=0.15, lw=0
-            )
+        for name, curve in results["curves"][part].items():
+            label, color, style = ARMS[name]
+            # By step, the losses of all seeds; the first fifth is not shown.
+            points = zip(curve["steps"], zip(*curve["losses"], strict=True), strict=True)
+            shown = [(step, losses) for step, losses in points if step >= curve["steps"][-1] * 0.2]
+            minutes = [step * seconds[name] / 60 for step, _ in shown]
+            axes.plot(minutes, [sum(each) / len(each) for _, each in shown], style, color=color, label=label)
+            ends = zip(*((min(each), max(each)) for _, each in shown), strict=True)
+            axes.fill_between(minutes, *ends, color=color, alpha=0.15, lw=0)
         axes.set_title(title, fontsize=11)
         axes.set_xlabel("minutes of training, one CPU thread")
         axes.grid(alpha=0.25)
@@ -50,11 +46,6 @@ def main() -> None:
     figure.axes[0].set_ylabel("evaluation loss, nats a token")
     figure.axes[0].legend(frameon=False)
     figure.savefig(ROOT / "docs" / "front.png", dpi=110)
-
-
-def _raw(part: str) -> dict[str, Any]:
-    found = subprocess.run(["git", "show", RAW.format(part)], cwd=ROOT, capture_output=True, text=True, check=True)
-    return json.loads(found.stdout)
 
 
 if __name__ == "__main__":
