@@ -4,12 +4,14 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 import figures  # noqa: E402
+import front_picture  # noqa: E402
 
 STUDIES = sorted(path.parent for path in (ROOT / "studies").glob("*/README.md"))
 
@@ -25,6 +27,21 @@ def test_every_template_is_used_and_a_changed_figure_is_found():
     assert figures.fill(readme.replace("nats a token below", "points a token below")) == readme
     used = {name for page in figures.PAGES for _, name, *_ in figures.BLOCK.findall(page.read_text(encoding="utf-8"))}
     assert used == set(figures.templates())
+
+
+def test_grades_are_those_of_the_records(monkeypatch):
+    record = {"against": {"low": {"one": {"grade": ["seeds"]}, "two": {"grade": ["seeds", "tuned"]}}}}
+    monkeypatch.setattr(figures, "templates", lambda: {"x": "{grade s/against/low/one:} {grade s/against/low/*:}"})
+    monkeypatch.setattr(figures, "look_up", lambda path: figures._inside(record, path.split("/")[1:]))
+    assert figures.fill("<!-- figures: x -->\n<!-- end -->") == "<!-- figures: x -->\n1/7 1/7 to 2/7<!-- end -->"
+
+
+def test_the_front_picture_is_drawn_from_what_its_study_keeps(tmp_path, monkeypatch):
+    (tmp_path / "docs").mkdir()
+    monkeypatch.setattr(front_picture, "ROOT", tmp_path)
+    front_picture.main()
+    drawn, kept = (np.asarray(Image.open(root / "docs" / "front.png"), float) for root in (tmp_path, ROOT))
+    assert np.abs(drawn - kept).mean() < 1
 
 
 def test_unknown_paths_raise():
@@ -51,6 +68,7 @@ def test_studies_keep_their_page_results_and_two_pictures(study):
 
 def test_collecting_drops_curves_and_keeps_figures(tmp_path):
     record = {"n": 2, "arms": [{"name": "a", "final_loss": {"mean": 1 / 3}, "curve": [[1, 2.0]], "note": ""}]}
+    record["against"] = {"a": {"cautions": {}, "seeds": {}}}
     (tmp_path / "part.json").write_text(json.dumps(record))
     picture = Image.effect_noise((9, 7), 50).convert("RGB")
     picture.save(tmp_path / "part-curves.png")
@@ -58,7 +76,8 @@ def test_collecting_drops_curves_and_keeps_figures(tmp_path):
     assert Image.open(tmp_path / "part-curves.webp").tobytes() == picture.tobytes()
     assert not (tmp_path / "part-curves.png").exists()
     found = json.loads((tmp_path / "results.json").read_text())
-    assert found == {"part": {"n": 2, "arms": [{"name": "a", "final_loss": {"mean": 0.333333333}}]}}
+    arms = [{"name": "a", "final_loss": {"mean": 0.333333333}}]
+    assert found == {"part": {"n": 2, "arms": arms, "against": {"a": {"cautions": {}}}}}
     figures.collect(tmp_path)
     assert json.loads((tmp_path / "results.json").read_text()) == found
 

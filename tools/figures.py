@@ -13,6 +13,7 @@ each figure:
     {llm_small/cpu-table/against/baseline/noble-r8/delta:[.3f]}    its interval, `[0.168, 0.184]`
     {nerf/fern/arms/sine-k5/scores - nerf/fern-0.1/arms/low-rank-k5/scores:+.1f}   mean of differences paired by seed
     {max faults/parallel/rows/*/difference:.1e}                    of several numbers (sum, min, max, count)
+    {grade llm_small/cpu-table/against/baseline/noble-r8:}         a pair's grade, `5/7`; of several the range
 
 An entry of a list is found by its `name`, a pair of fields by its `sine`; `*`, `?` and `[ab]` stand for several.
 """
@@ -30,6 +31,8 @@ from typing import Any
 from PIL import Image
 from scipy.stats import ttest_rel
 
+from nlr_lab.compare.grade import grade_cell
+
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES, TEMPLATES = ROOT / "studies", ROOT / "tools" / "figures.md"
 BENCHMARKS = ROOT / "benchmarks" / "results"
@@ -37,7 +40,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _FIGURE = re.compile(
-    r"\{(?P<minus>-)?(?:(?P<factor>\d+) \* )?(?:(?P<of>sum|min|max|count) )?(?P<path>[^{} :]+)"
+    r"\{(?P<minus>-)?(?:(?P<factor>\d+) \* )?(?:(?P<of>sum|min|max|count|grade) )?(?P<path>[^{} :]+)"
     r"(?: - (?P<less>[^{} :]+))?:(?P<interval>\[)?(?P<form>[^{}\]]*)\]?\}"
 )
 # What no page states: curves over steps, and what repeats or follows from what is kept.
@@ -80,6 +83,8 @@ def templates() -> dict[str, str]:
 
 
 def _figure(found: re.Match[str]) -> str:
+    if found["of"] == "grade":
+        return _grade(look_up(f"{found['path']}/grade"))
     value = look_up(found["path"])
     if found["less"]:
         value = _paired(value, look_up(found["less"]))
@@ -90,6 +95,15 @@ def _figure(found: re.Match[str]) -> str:
         low, high = sorted(scale * value[end] for end in ("low", "high"))
         return f"[{low:{found['form']}}, {high:{found['form']}}]"
     return format(scale * _scalar(value), found["form"]).replace("e-0", "e-")
+
+
+def _grade(value: Any) -> str:
+    """Return the grade of a pair, `5/7`, or of several the lowest and highest."""
+    known = [value]
+    while isinstance(known[0], dict):
+        known = [each for inner in known for each in inner.values()]
+    ends = dict.fromkeys(grade_cell(end(known, key=len)) for end in (min, max))
+    return " to ".join(ends)
 
 
 def _scalar(value: Any) -> float:
@@ -160,7 +174,8 @@ def collect(study: Path) -> None:
 def _condensed(value: Any) -> Any:
     if isinstance(value, dict):
         inner = {key: _condensed(each) for key, each in value.items() if key not in _DROPPED}
-        return {key: each for key, each in inner.items() if each not in (None, "", {})}
+        # No cautions is a finding, which a grade counts.
+        return {key: each for key, each in inner.items() if each not in (None, "", {}) or key == "cautions"}
     if isinstance(value, list):
         return [_condensed(each) for each in value]
     return float(f"{value:.9g}") if isinstance(value, float) else value
