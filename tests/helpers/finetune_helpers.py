@@ -70,9 +70,9 @@ def language_model(folder: Path) -> str:
     return save(hf.LlamaForCausalLM(config), folder, pairs=False)
 
 
-def vision_model(folder: Path, channels: int = 1, labels: int = 3) -> str:
+def vision_model(folder: Path, channels: int = 1, labels: int = 3, **sizes: int) -> str:
     torch.manual_seed(0)
-    config = hf.ViTConfig(image_size=8, patch_size=4, num_channels=channels, num_labels=labels, **SIZES)
+    config = hf.ViTConfig(image_size=8, patch_size=4, num_channels=channels, num_labels=labels, **{**SIZES, **sizes})
     return save(hf.ViTForImageClassification(config), folder)
 
 

@@ -6,8 +6,11 @@ The new head is trained in every arm, as in the paper. Figures 4 to 7 show what 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from nonlinear_lowrank.validation import install_hint
 
 from .measures import cell
 from .noble import recipe, shared
@@ -27,10 +30,12 @@ def images(
     arms: Mapping[str, str],
     columns: tuple[str, ...] = tuple(DATA),
     after: Callable[..., Cells] | None = None,
+    dtype: str = "float32",
 ) -> list[Trial]:
     """Compare arms on CIFAR, a tenth of it at the small scale, and in a demo on digits.
 
-    `after` shows something else than scores, and is called with the data's name first (see `Compare.after`).
+    `after` shows something else than scores, and is called with the data's name first (see `Compare.after`); `dtype` is
+    that of the pretrained weights.
     """
     known = shared(scale, timed=False) | ({"tune_lr": (3e-4, 1e-3, 3e-3)} if scale == "small" else {})
     demo = scale == "demo"
@@ -40,10 +45,25 @@ def images(
         if scale == "small":
             task = replace(own.task, images=replace(own.task.images, train_rows=5000, test_rows=2000, held_out=0.1))
             own = replace(own, task=task, train=replace(own.train, epochs=10))
+        own = in_type(own, dtype)
         column = ("embedded digits" if demo else name) if after is None else ""
         shown = None if after is None else partial(after, name)
-        trials.append(Compare(part=name, recipe=own, arms=arms, column=column, after=shown, **known))
+        part = name if dtype == "float32" else f"{name}-{dtype}"
+        trials.append(Compare(part=part, recipe=own, arms=arms, column=column, after=shown, **known))
     return [*trials, Absent(columns=columns, why=ELSEWHERE)] if demo and after is None else trials
+
+
+def in_type(own: Any, dtype: str) -> Any:
+    """Return a recipe whose pretrained weights are read in a type."""
+    return replace(own, task=replace(own.task, model=replace(own.task.model, dtype=dtype)))
+
+
+def in_4_bits(trials: list[Trial]) -> list[Trial]:
+    """Return trials on weights in 4 bits; without bitsandbytes, that their rows are absent."""
+    if find_spec("bitsandbytes") is not None:
+        return trials
+    rows = dict.fromkeys(row for trial in trials if isinstance(trial, Compare) for row in trial.arms)
+    return [Absent(rows=tuple(rows), why=f"weights in 4 bits need bitsandbytes: {install_hint('quantized')}")]
 
 
 def _nora(scale: str, settings: str = "r=2,groups=8") -> str:
@@ -53,18 +73,22 @@ def _nora(scale: str, settings: str = "r=2,groups=8") -> str:
 
 def tuned(scale: str, after: Callable[..., Cells] | None = None, columns: tuple[str, ...] = tuple(DATA)) -> list[Trial]:
     """All ways to tune; learning rates at the paper's scale are those of appendix C.1."""
+    lora, both = "lora:r=8,lora_alpha=16", "nora++:r=2,groups=8,lora_r=8,lora_alpha=16"
     arms = {
         "full tuning": f"full{at(scale, ':lr=1e-3', '', '')}",
         "VPT": f"{_OWN}:prompts{at(scale, '', '', ',lr=5e-3')}",
         "Adapter": f"{_OWN}:bottlenecks",
-        "LoRA": "lora:r=8,lora_alpha=16",
+        "LoRA": lora,
         "DoRA": f"dora:r=8,lora_alpha=16{at(scale, '', '', ',lr=5e-4')}",
         "NoRA": _nora(scale),
-        "NoRA++": "nora++:r=2,groups=8,lora_r=8,lora_alpha=16",
+        "NoRA++": both,
         "control, head alone": "head",
     }
-    why = "recipes load pretrained weights in 32 or 16 bits, not 4"
-    return [*images(scale, arms, columns, after), Absent(rows=("QLoRA",), why=why)]
+    trials = images(scale, arms, columns, after)
+    if after is not None:
+        return trials
+    quantized = {"QLoRA": lora, "control, NoRA++ in 4 bits": both}
+    return trials + in_4_bits(images(scale, quantized, columns, dtype="nf4"))
 
 
 runs("nora/table1", takes=_VIT)(tuned)
@@ -192,7 +216,11 @@ def instructions(scale: str) -> list[Trial]:
         taken: dict[str, Any] = {"source": source, "rows": 1000, "max_length": at(scale, 0, 512, 1024)}
         own = replace(own, task=replace(own.task, instructions=replace(own.task.instructions, **taken)))
         named = {f"{name}, {row}": arm for row, arm in arms.items()}
-        trials.append(Compare(part=name, recipe=own, arms=named, tasks=tasks, shots=5, **known))
+        scored = {"tasks": tasks, "shots": 5, **known}
+        trials.append(Compare(part=name, recipe=own, arms=named, **scored))
+        if name == "Alpaca":  # Table 8 names a quantization method, and no bits
+            named = {f"control, {row} in 4 bits": arm for row, arm in named.items()}
+            trials += in_4_bits([Compare(part=f"{name}-nf4", recipe=in_type(own, "nf4"), arms=named, **scored)])
     return trials
 
 
@@ -213,13 +241,14 @@ def image_settings(scale: str) -> list[Trial]:
 @runs("nora/table8", takes=AT_ONCE)
 def instruction_settings(scale: str) -> list[Trial]:
     """The recipe llama3-alpaca's."""
-    data = recipe("llama3-alpaca").task.instructions
+    task = recipe("llama3-alpaca").task
+    data = task.instructions
     shown = {"cutoff length": data.max_length, "max samples": data.rows, "template": data.template}
+    shown |= {"quantization method": f"none, {task.model.dtype}"}
     generation = ("max new tokens", "temperature", "top-p")
     trainer = ("flash attention", "per-device eval batch size", "preprocessing workers", "stage", "trust remote code")
     return [
         *settings({row: {"value": value} for row, value in shown.items()}),
-        Absent(rows=("quantization method",), why="the recipe trains on bfloat16 weights"),
         Absent(rows=generation, why="MMLU is scored by likelihoods: nothing is generated"),
         Absent(rows=trainer, why="settings of the source's trainer, which the recipe does not have"),
     ]

@@ -65,7 +65,7 @@ def run_table(
         else:
             cells = _absent(trial, table)
         for row, columns in cells.items():
-            if row in table.rows or (isinstance(trial, Compare) and table.home == table.name):
+            if row in table.rows or (not isinstance(trial, Measure) and table.home == table.name):
                 known = found.setdefault(row, {})
                 known |= {name: each for name, each in columns.items() if each and "value" not in known.get(name, {})}
     _average(table, found)
@@ -173,7 +173,11 @@ def score_model(
     from nlr_lab.runtime.environment import choose_device
     from nonlinear_lowrank.hub.loading import is_adapter, load_causal_adapter, load_model, load_tokenizer
 
-    model = load_causal_adapter(folder, base=task.model.where()) if is_adapter(folder) else load_model(folder)
+    if is_adapter(folder):
+        options = task.model.in_files("causal", 0) if task.model.dtype == "nf4" else {}
+        model = load_causal_adapter(folder, base=task.model.where(), **options)
+    else:
+        model = load_model(folder)
     model, tokenizer = model.to(choose_device("")), load_tokenizer(folder)
     asked = {name: name for name in names}
     kind = _kind(names)

@@ -65,6 +65,8 @@ class AdapterSetup:
     """Ends of the names of the modules that adapters go on unless the arm names its own; empty: peft's choice."""
     task_type: str | None = None
     """peft's: "SEQ_CLS", "CAUSAL_LM", or None."""
+    frozen: bool = False
+    """The weights are in a type that has no gradient: adapters and the head beside them are all that trains."""
 
 
 class Examples:

@@ -246,6 +246,8 @@ class Arm:
             model = kind.apply(model, own, setup, self.dense_init or dense_init or "stock", verbose)
         if self.qk_norm:
             augment(model, QKNormConfig(), verbose=verbose)
+        if setup is not None and setup.frozen and not is_adapted(model):
+            raise UserError(f"{self.name}: beside weights in 4 bits an adapter alone trains; give --dtype float32")
         return model
 
     def _default_name(self) -> str:

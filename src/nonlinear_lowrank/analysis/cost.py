@@ -107,8 +107,10 @@ class ModelCost:
 
 
 def count_parameters(model: nn.Module, *, trainable: bool = False) -> int:
-    """Return the number of parameters, all or the trained ones; tied ones count once."""
-    return sum(each.numel() for each in model.parameters() if each.requires_grad or not trainable)
+    """Return the number of parameters, all or the trained ones; tied ones count once, 4-bit ones as the wide ones."""
+    counted = [each for each in model.parameters() if each.requires_grad or not trainable]
+    # Two numbers of a 4-bit weight of bitsandbytes are in one byte; its shape is beside it.
+    return sum((getattr(each, "quant_state", None) or each).shape.numel() for each in counted)
 
 
 def active_parameters(model: nn.Module) -> int | None:

@@ -15,7 +15,8 @@ from nlr_lab.evaluation.harness import score_tasks
 from nlr_lab.evaluation.local_tasks import find_local_tasks
 from nlr_lab.reproduce import nora, nora_arms
 from nlr_lab.reproduce.nora_figures import convergence, grad_cam
-from nlr_lab.reproduce.run import score_model
+from nlr_lab.reproduce.run import run_table, score_model
+from nlr_lab.reproduce.table import SCALES, Absent, tables
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.loading import load_model, load_tokenizer
 from task_helpers import byte_tokenizer, mmlu_rows, tiny_model, write_lines
@@ -113,6 +114,34 @@ def test_a_tuned_model_is_scored_on_a_folder_of_mmlu(tmp_path):
         "mmlu_stem": 100 * plain["mmlu_local_astronomy"]["acc,none"],
         "mmlu_other": 100 * plain["mmlu_local_anatomy"]["acc,none"],
     }
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_qlora_is_compared_where_bitsandbytes_is(monkeypatch, scale):
+    monkeypatch.setattr(nora, "find_spec", lambda name: name)
+    parts = {trial.part: trial for trial in [*nora.tuned(scale), *nora.instructions(scale)] if hasattr(trial, "part")}
+    types = {part: dict.fromkeys(trial.arms, trial.recipe.task.model.dtype) for part, trial in parts.items()}
+    names = ["digits"] if scale == "demo" else ["CIFAR-10", "CIFAR-100"]
+    for name in names:
+        assert types[name]["LoRA"] == "float32"
+        assert types[f"{name}-nf4"] == {"QLoRA": "nf4", "control, NoRA++ in 4 bits": "nf4"}
+        assert parts[f"{name}-nf4"].arms["QLoRA"] == parts[name].arms["LoRA"]
+        assert parts[f"{name}-nf4"].column == parts[name].column
+    if scale != "demo":
+        assert set(types["Alpaca-nf4"].values()) == {"nf4"}
+        assert [*parts["Alpaca-nf4"].arms.values()] == [*parts["Alpaca"].arms.values()]
+    monkeypatch.setattr(nora, "find_spec", lambda name: None)
+    *_, absent = nora.tuned(scale)
+    assert absent.rows[0] == "QLoRA"
+    assert "bitsandbytes: pip install" in absent.why
+
+
+def test_controls_that_are_absent_are_listed(tmp_path):
+    absent = Absent(rows=("QLoRA", "control"), why="not here")
+    table = replace(tables()["nora/table1"], trials=lambda scale: [absent])
+    record = run_table(table, "demo", tmp_path)
+    cells = {row["row"]: row["ours"]["trained_m"] for row in record["rows"]}
+    assert cells["QLoRA"] == cells["control"] == {"why": "not here"}
 
 
 @pytest.mark.slow

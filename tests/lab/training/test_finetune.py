@@ -1,6 +1,7 @@
 """Fine-tuning from end to end: arms, what is trained and saved, resume, loading, comparing."""
 
 import json
+import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -13,6 +14,7 @@ import finetune_helpers as helpers
 import nonlinear_lowrank as nlr
 from cli_helpers import python_prints
 from nlr_lab.compare import compare
+from nlr_lab.evaluation.losses import open_saved, score_held_out
 from nlr_lab.tasks.task import AdapterSetup, Measure
 from nlr_lab.training import Arm, Recipe, TrainConfig, TrainResult, run_training
 from nlr_lab.training.arms import ARM_METHODS, apply_arm, build_model, optimizer_groups
@@ -352,3 +354,52 @@ def test_lora_of_a_model_with_branches_goes_onto_their_dense_parts(root, targets
     names = {name.partition(".lora_")[0] for name, each in adapted.named_parameters() if ".lora_" in name}
     assert any(name.endswith("query.dense") for name in names)
     assert all(not name.endswith(("query", "value")) for name in names)
+
+
+@pytest.fixture
+def in_4_bits(tmp_path):
+    """An image task on a ViT whose linears fill blocks of 64 numbers, in float32 and in 4 bits."""
+    folder = helpers.vision_model(tmp_path / "vit", hidden_size=64, intermediate_size=128)
+    task = helpers.image_task(tmp_path, source=helpers.image_file(tmp_path / "images.npz"))
+    model = replace(task.model, checkpoint=folder)
+    return {dtype: replace(task, model=replace(model, dtype=dtype)) for dtype in ("float32", "nf4")}
+
+
+@pytest.mark.quantized
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torchao.*")
+def test_adapter_is_trained_and_scored_beside_weights_in_4_bits(in_4_bits, tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    recipe = helpers.recipe(in_4_bits["nf4"], "lora:r=2")
+    prepared = recipe.task.prepare(progress=False)
+    base, wide = (build_model(replace(recipe, task=task), prepared) for task in reversed(in_4_bits.values()))
+    linears = {name: each for name, each in base.named_modules() if isinstance(each, torch.nn.Linear)}
+    assert {name for name, each in linears.items() if type(each) is torch.nn.Linear} == {"classifier"}
+    assert all(
+        each.weight.quant_type == "nf4" for each in linears.values() if isinstance(each, bitsandbytes.nn.Linear4bit)
+    )
+    assert torch.equal(base.classifier.weight, wide.classifier.weight)
+    assert count_parameters(base) == count_parameters(wide)
+    batch = prepared.collate([prepared.valid[place] for place in range(len(prepared.valid))])
+    with torch.no_grad():
+        near, exact = (model(**batch).logits for model in (base, wide))
+    assert 0 < (near - exact).norm() < 0.2 * exact.norm()
+
+    result = train(recipe, tmp_path / "run", prepared=prepared)
+    plain = adapted(replace(recipe, task=in_4_bits["float32"]), prepared)
+    assert (result.parameters, result.trainable) == (count_parameters(plain), count_parameters(plain, trainable=True))
+    saved = open_saved(recipe.task, prepared, tmp_path / "run" / "model")
+    found = score_held_out(saved, replace(prepared, test=None))
+    assert found["loss"] == pytest.approx(result.final_loss, rel=1e-4)
+    again = train(recipe, cut_back(tmp_path / "run", tmp_path / "again", 4), prepared=prepared, resume=True)
+    assert again.final_loss == result.final_loss
+    seldom = replace(recipe, train=replace(recipe.train, eval_every=12))  # some CPUs pack weights in evaluation
+    assert train(seldom, tmp_path / "seldom", prepared=prepared).final_loss == result.final_loss
+    for arm in ("full", "head"):
+        other = replace(recipe, arm=Arm.parse(arm))
+        assert_refused("beside weights in 4 bits an adapter alone trains", train, other, tmp_path / arm)
+
+
+def test_weights_in_4_bits_need_bitsandbytes(in_4_bits, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(UserError, match=r"bitsandbytes is needed here: pip install .*\[quantized\]"):
+        in_4_bits["nf4"].model.load("image", 3, 0)

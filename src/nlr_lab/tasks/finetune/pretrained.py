@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from nlr_lab.tasks.task import AdapterSetup, Task, name_classes
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import check_choice, one_line
+from nonlinear_lowrank.validation import check_choice, one_line, require
 
 from .gguf import find_gguf, packaged_smollm2, unpack
 
@@ -31,6 +31,7 @@ _KINDS: dict[str, tuple[str, str | None]] = {
     "image": ("ImageClassification", None),
     "causal": ("CausalLM", "CAUSAL_LM"),
 }
+_DTYPES = ("float32", "bfloat16", "nf4")
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -67,15 +68,17 @@ class Pretrained:
     pooling: Literal["auto", "own", "mean"] = "auto"
     """Head of a text classifier: the architecture's own, or the mean over tokens and one linear. "auto" takes
     the mean for sentence encoders, whose own pooler was never trained."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the pretrained weights; adapters are float32 in any case."""
+    dtype: Literal["float32", "bfloat16", "nf4"] = "float32"
+    """Type of the pretrained weights; adapters are float32 in any case. "nf4": linears but heads are read into 4 bits
+    by bitsandbytes as QLoRA has it (Dettmers et al., arXiv:2305.14314; double quantization, products in bfloat16), the
+    rest is float32; only adapters train."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))
         if not self.checkpoint:
             raise UserError("checkpoint is empty; give a folder, a hub name, smollm2 or minilm")
         check_choice("pooling", self.pooling, ("auto", "own", "mean"))
-        check_choice("dtype", self.dtype, ("float32", "bfloat16"))
+        check_choice("dtype", self.dtype, _DTYPES)
 
     def where(self) -> str:
         """Return the folder or hub name that transformers loads; raise UserError where there is no model."""
@@ -131,6 +134,27 @@ class Pretrained:
             found.pad_token = found.eos_token or found.unk_token
         return found
 
+    def in_files(self, kind: str, labels: int) -> dict[str, Any]:
+        """Return transformers' options that read the weights in their type; raise UserError without bitsandbytes."""
+        import torch
+
+        if self.dtype != "nf4":
+            return {"dtype": getattr(torch, self.dtype)}
+        require("quantized", "bitsandbytes")
+        from transformers import BitsAndBytesConfig
+
+        heads = None  # by default the output head of a language model
+        if kind != "causal":
+            heads = [*head_modules(self.on_meta(kind, labels)), r".*\bpooler"]
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+            llm_int8_skip_modules=heads,
+        )
+        return {"dtype": torch.float32, "quantization_config": config}
+
     def load(self, kind: str, labels: int, seed: int) -> Any:
         """Return the model in evaluation mode: "text" or "image", a classifier with a new head of so many labels (1: a
         regression), which is drawn from the seed by this file's table; or "causal", a language model as it is."""
@@ -147,6 +171,11 @@ class Pretrained:
                 raise UserError(f"{what}: it is no checkpoint of this architecture")
             poolers = dict.fromkeys(re.sub(r"(pooler[^.]*)\..*", r"\1", name) for name in lacking)
             setattr(model, _UNTRAINED, tuple(poolers))
+            if self.dtype == "nf4":
+                from nonlinear_lowrank.adapters.quantized import keep_unpacked
+
+                for module in model.modules():
+                    keep_unpacked(module)
             std = getattr(model.config, "initializer_range", None) or 0.02
             for module in (each for name in head_modules(model) for each in model.get_submodule(name).modules()):
                 if isinstance(module, nn.Linear):
@@ -159,14 +188,15 @@ class Pretrained:
 
     def _read(self, where: str, kind: str, labels: int) -> tuple[Any, dict[str, Any]]:
         """Return a model, and what of it was not in the files."""
-        import torch
         from transformers import AutoConfig
 
         from nonlinear_lowrank.hub.classes import AugmentedModel, check_loading_info
         from nonlinear_lowrank.hub.pooled import MeanPooledForSequenceClassification
 
-        options: Any = {"dtype": getattr(torch, self.dtype), "use_safetensors": True}
+        options: Any = {**self.in_files(kind, labels), "use_safetensors": True}
         if kind == "text" and self._pools():
+            if self.dtype == "nf4":
+                raise UserError("a mean-pooled encoder is not read in 4 bits; give --pooling own or --dtype float32")
             options |= {"checkpoint": self.portable_name(), "num_labels": labels}
             return MeanPooledForSequenceClassification.from_encoder(where, **options), {"missing_keys": ()}
         if kind != "causal":
@@ -244,7 +274,9 @@ class FinetuneTask(Task):
 
     def adapter_setup(self, model: "nn.Module") -> AdapterSetup:
         """Return what adapters need to know."""
-        return AdapterSetup(head=head_modules(model), targets=self.model.targets, task_type=_KINDS[self.kind][1])
+        own = self.model
+        kinds = {"task_type": _KINDS[self.kind][1], "frozen": own.dtype == "nf4"}
+        return AdapterSetup(head=head_modules(model), targets=own.targets, **kinds)
 
 
 def _auto(kind: str) -> Any:
