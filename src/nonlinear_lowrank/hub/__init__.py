@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .classes import AugmentedModel, make_saveable, register
     from .conversion import ConvertReport, convert
     from .image_tokens import ImageTokensConfig
+    from .kat import KatConfig
     from .loading import load_model, load_tokenizer
     from .pooled import MeanPooledConfig
 
@@ -30,6 +31,7 @@ __all__ = [
     "AugmentedModel",
     "ConvertReport",
     "ImageTokensConfig",
+    "KatConfig",
     "MeanPooledConfig",
     "convert",
     "load_model",
@@ -38,7 +40,7 @@ __all__ = [
     "register",
 ]
 
-_FILES = {"ImageTokensConfig": "image_tokens", "MeanPooledConfig": "pooled"}
+_FILES = {"ImageTokensConfig": "image_tokens", "KatConfig": "kat", "MeanPooledConfig": "pooled"}
 _FILES |= dict.fromkeys(("AugmentedModel", "make_saveable", "register"), "classes")
 _FILES |= dict.fromkeys(("ConvertReport", "convert"), "conversion")
 _FILES |= dict.fromkeys(("load_model", "load_tokenizer"), "loading")

@@ -23,7 +23,7 @@ CLASS_PREFIX = "NonlinearLowrank"
 """Prefix of augmented class names."""
 FIELD = "nonlinear_lowrank"
 """The config field that lists what was put in: [{"method", "config", "modules"}, ...]."""
-OWN_TYPES = {"nlr_mean_pooled": "MeanPooledConfig", "nlr_image_tokens": "ImageTokensConfig"}
+OWN_TYPES = {"nlr_mean_pooled": "MeanPooledConfig", "nlr_image_tokens": "ImageTokensConfig", "nlr_kat": "KatConfig"}
 """The model types of backbones of our own, and their config classes in `hub`."""
 
 
