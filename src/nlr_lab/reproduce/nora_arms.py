@@ -8,17 +8,17 @@ and the new head.
 | prompts (count, d)         | U(+-sqrt(6 / (3 p^2 + d))), p a patch's side, as VPT's own |
 | down of a bottleneck       | nn.Linear's own                                            |
 | up of a bottleneck         | 0: starts as the pretrained network                        |
-| AReLU's negative, positive | 0.9, 2.0, as its paper's                                   |
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nlr_lab.tasks.finetune.pretrained import head_modules
+from nonlinear_lowrank.methods.rational.parametric import ELU, AReLU, PReLU
 from nonlinear_lowrank.methods.rational.sites import survey
 from nonlinear_lowrank.validation import check_choice
 
@@ -51,27 +51,20 @@ def bottlenecks(model: Any, width: int = 48) -> Any:
     return model
 
 
-class AReLU(nn.Module):
-    """(1 + sigmoid(positive)) relu(x) - clip(negative, 0.01, 0.99) relu(-x) (Chen et al., arXiv:2006.13858)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.negative, self.positive = nn.Parameter(torch.tensor(0.9)), nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x) * (1 + torch.sigmoid(self.positive)) - F.relu(-x) * self.negative.clamp(0.01, 0.99)
-
-
-_ACTIVATIONS: dict[str, type[nn.Module]] = {"prelu": nn.PReLU, "arelu": AReLU, "elu": nn.ELU}
+_ACTIVATIONS: dict[str, Callable[[int], nn.Module]] = {
+    "prelu": PReLU,
+    "arelu": lambda width: AReLU(),
+    "elu": lambda width: ELU(),
+}
 
 
 def activations(model: Any, kind: str) -> Any:
-    """Put another function in every activation's place: "prelu", "arelu", or "elu", which has nothing to train."""
+    """Put another trained function in every activation's place: "prelu", "arelu" or "elu"."""
     check_choice("kind", kind, _ACTIVATIONS)
     _freeze(model)
     for name, site in survey(model).sites.items():
         if not site.skipped:
-            model.set_submodule(name, _ACTIVATIONS[kind]().to(model.device))
+            model.set_submodule(name, _ACTIVATIONS[kind](site.width or 1).to(model.device))
     return model
 
 

@@ -1,6 +1,7 @@
 """NoRA's rivals, its figures, and MMLU's score of a tuned model."""
 
 import json
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,8 +18,9 @@ from nlr_lab.reproduce import nora, nora_arms
 from nlr_lab.reproduce.nora_figures import convergence, grad_cam
 from nlr_lab.reproduce.run import run_table, score_model
 from nlr_lab.reproduce.table import SCALES, Absent, tables
-from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.loading import load_model, load_tokenizer
+from nonlinear_lowrank.methods.rational.parametric import ELU, AReLU, PReLU
+from refusals import assert_refused
 from task_helpers import byte_tokenizer, mmlu_rows, tiny_model, write_lines
 
 
@@ -39,9 +41,9 @@ def batch():
     [
         (nora_arms.prompts, {"count": 5}, 5 * 16),
         (nora_arms.bottlenecks, {"width": 3}, 2 * (16 * 3 + 3 + 3 * 16 + 16)),
-        (nora_arms.activations, {"kind": "prelu"}, 2),
+        (nora_arms.activations, {"kind": "prelu"}, 2 * 32),
         (nora_arms.activations, {"kind": "arelu"}, 4),
-        (nora_arms.activations, {"kind": "elu"}, 0),
+        (nora_arms.activations, {"kind": "elu"}, 2),
     ],
 )
 def test_rivals_train_what_they_put_in_and_the_head(change, settings, trained, model, batch):
@@ -64,12 +66,22 @@ def test_prompts_are_tokens_behind_the_class_token(model, batch):
     assert torch.equal(tokens[1, 1:6], model.vit.embeddings.prompts)
 
 
-def test_arelu_is_its_papers():
-    x = torch.tensor([-2.0, 0.0, 3.0])
-    found = nora_arms.AReLU()(x)
-    torch.testing.assert_close(found, torch.tensor([-2 * 0.9, 0.0, 3 * (1 + torch.sigmoid(torch.tensor(2.0)))]))
-    with pytest.raises(UserError, match="kind"):
-        nora_arms.activations(None, "gelu")
+@pytest.mark.parametrize(
+    ("module", "tensors", "expected"),
+    [
+        (PReLU(3), {"slope": [0.5, 1.0, 2.0]}, [-1.0, 0.0, 3.0]),
+        (AReLU(), {"alpha": [0.9], "beta": [0.0]}, [-1.8, 0.0, 4.5]),
+        (AReLU(), {"alpha": [-2.0], "beta": [0.0]}, [-0.02, 0.0, 4.5]),
+        (ELU(), {"alpha": [1.5]}, [1.5 * math.expm1(-2), 0.0, 3.0]),
+    ],
+)
+def test_learned_activations_are_their_papers(module, tensors, expected):
+    module.load_state_dict({name: torch.tensor(values) for name, values in tensors.items()})
+    torch.testing.assert_close(module(torch.tensor([-2.0, 0.0, 3.0])), torch.tensor(expected))
+
+
+def test_unknown_activation_is_refused(model):
+    assert_refused("kind", nora_arms.activations, model, "gelu")
 
 
 def test_grad_cam_is_the_gradient_of_the_labels_logit_by_hand(model, batch):
