@@ -9,6 +9,10 @@ in 8 groups of channels. No pickle is opened here; torch reads the files without
     state = torch.load("kat_tiny_patch16_224.pth", map_location="cpu", weights_only=True)
     released_model(state).save_pretrained("kat-tiny")
 
+The folder is a base for `nlr finetune --checkpoint`, and for NoRA's tables in the place of their plain ViT:
+`nlr reproduce nora/table1 --scale paper --source facebook/deit-tiny-patch16-224=kat-tiny`. NoRA then shifts KAT's own
+coefficients, those of both functions unless target_modules=activation_fn names the second alone.
+
 Their names are timm's, d is the width:
 
 | theirs                                             | ours                                             |
@@ -25,15 +29,19 @@ Theirs is one numerator for all groups; here each group has its own, which train
 that is drawn, not loaded, starts with R1(x) = x and R2 fitted to silu, near KAT's.
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 from transformers import initialization as init
+from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.rational import RationalActivation, RationalConfig
@@ -99,13 +107,21 @@ class KatForImageClassification(ViTForImageClassification):
     """See the module's documentation."""
 
     config_class = KatConfig
-    _keep_in_fp32_modules_strict = ("rational_numerator", "rational_denominator")
+    _keep_in_fp32_modules_strict = ("rational_numerator", "rational_denominator")  # type: ignore[assignment]
 
     def __init__(self, config: KatConfig) -> None:
         super().__init__(config)
         for layer in self.vit.layers:
             layer.mlp = KatMlp(config)
         self.post_init()
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Save as PreTrainedModel does, with the images' mean and deviation that released models were trained by."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if self.config.num_channels == 3:
+            seen = {"image_mean": IMAGENET_DEFAULT_MEAN, "image_std": IMAGENET_DEFAULT_STD}
+            text = json.dumps({"image_processor_type": "ViTImageProcessor", **seen})
+            (Path(save_directory) / "preprocessor_config.json").write_text(text + "\n", encoding="utf-8")
 
 
 @torch.no_grad()
@@ -130,7 +146,7 @@ def released_model(state: Mapping[str, Tensor], *, heads: int | None = None) -> 
     heads = heads or width // _HEAD
     if not heads or width % heads:
         raise UserError(f"a width of {width} does not divide into {heads} heads; give their number as heads=")
-    config = KatConfig(
+    config: Any = KatConfig(
         hidden_size=width,
         intermediate_size=len(hidden),
         num_hidden_layers=len({name.split(".")[1] for name in state if name.startswith("blocks.")}),
@@ -138,9 +154,9 @@ def released_model(state: Mapping[str, Tensor], *, heads: int | None = None) -> 
         image_size=math.isqrt(positions - 1) * patches.shape[-1],
         patch_size=patches.shape[-1],
         num_channels=patches.shape[1],
-        num_labels=len(labels),
         rational_groups=groups,
     )
+    config.num_labels = len(labels)
     model = KatForImageClassification(config)
     ours, found = _translated(state, groups), model.state_dict()
     for name in sorted(found.keys() | ours.keys()):

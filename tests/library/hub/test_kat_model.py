@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForImageClassification
 
 import nonlinear_lowrank as nlr
+from nlr_lab.tasks.finetune.classification import ImageData, ImageTask
 from nlr_lab.tasks.finetune.pretrained import Pretrained
 from nonlinear_lowrank.hub.kat import KatForImageClassification, released_model
 from refusals import assert_refused
@@ -110,7 +111,11 @@ def test_drawn_model_starts_with_the_identity_and_silu():
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_nora_tunes_the_coefficients_of_a_released_model(images, tmp_path):
     released_model(random_state(), heads=HEADS).save_pretrained(tmp_path)
-    base = Pretrained(checkpoint=str(tmp_path)).load("image", 3, seed=0)
+    pretrained = Pretrained(checkpoint=str(tmp_path))
+    pixels = ImageTask(images=ImageData(source="unread"), model=pretrained).pixels()
+    assert (pixels.size, pixels.mean, pixels.std) == (8, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    base = pretrained.load("image", 3, seed=0)
+    assert_refused("has no b0", peft.get_peft_model, base, nlr.NoraConfig(tuning="constants"))
     with torch.no_grad():
         before = base(images).logits
     settings = {"target_modules": ["activation_fn"], "modules_to_save": ["classifier"]}

@@ -274,9 +274,9 @@ class FinetuneTask(Task):
 
     def adapter_setup(self, model: "nn.Module") -> AdapterSetup:
         """Return what adapters need to know."""
-        own = self.model
-        kinds = {"task_type": _KINDS[self.kind][1], "frozen": own.dtype == "nf4"}
-        return AdapterSetup(head=head_modules(model), targets=own.targets, **kinds)
+        own, (_, task_type) = self.model, _KINDS[self.kind]
+        frozen = own.dtype == "nf4"
+        return AdapterSetup(head=head_modules(model), targets=own.targets, task_type=task_type, frozen=frozen)
 
 
 def _auto(kind: str) -> Any:

@@ -176,6 +176,8 @@ class NoraModel(AdapterModel):
                 raise UserError(
                     f"{name} is rational with {own} groups already, and groups={config.groups} is no multiple of them"
                 )
+            if config.tuning == "constants" and site.module.rational_config.form == "sum_of_abs":
+                raise UserError(f"{name} is rational in the form sum_of_abs, which has no b0; use another tuning")
 
     def is_own(self, layer: nn.Module) -> bool:
         return isinstance(layer, NoraActivation | NoraLoraLinear | NoraSineLinear)
