@@ -1,6 +1,8 @@
 """The common parts of the scripts under studies/: the command line, resuming, copies, one-line errors."""
 
 import argparse
+import io
+import re
 import shutil
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -103,6 +105,7 @@ def copy(found: Comparison, folder: Path, name: str) -> None:
 
 
 _RUNS = "runs.tar.xz"
+_FOLDERS = re.compile(rb'"/[^"]*/(?=[^"/]+")')  # of the machine's files, which records do not keep
 _KEPT = ("ladder.json", "predicted/*", "**/compare.json", "**/timing.json", "**/result.json")
 
 
@@ -121,7 +124,10 @@ def kept_runs(folder: Path, work: Path) -> Iterator[None]:
         if files := sorted(file for pattern in _KEPT for file in work.glob(pattern)):
             with tarfile.open(folder / _RUNS, "w:xz") as runs:
                 for file in files:
-                    runs.add(file, file.relative_to(work))
+                    text = _FOLDERS.sub(b'".../', file.read_bytes())
+                    entry = tarfile.TarInfo(file.relative_to(work).as_posix())
+                    entry.size = len(text)
+                    runs.addfile(entry, io.BytesIO(text))
 
 
 def noble_arms(wider: float, ranks: Iterable[int]) -> list[Arm]:
