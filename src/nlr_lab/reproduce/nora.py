@@ -200,7 +200,7 @@ CATEGORIES = {"STEM": "stem", "Humanities": "humanities", "Social sciences": "so
     takes=("8 min of 2 cores, SmolLM2", "a day of one GPU of 24 GB, SmolLM2", "one GPU of 80 GB, 2 days"),
 )
 def instructions(scale: str) -> list[Trial]:
-    """LoRA and NoRA++ on a thousand rows of each set, then MMLU. OpenOrca's rows need Alpaca's form (--source)."""
+    """LoRA and NoRA++ on a thousand rows of each set, then MMLU."""
     arms = {"LoRA": "lora:r=8", "NoRA++": "nora++:r=2,groups=8,lora_r=8"}
     known = shared(scale, timed=False) | {"tune_lr": ()}
     if scale == "demo":

@@ -3,6 +3,11 @@
     W' = W + D,  D = scaling * sin(omega * B A) / gain    sine-LoRA
     W' = m * (W + D) / |W + D|                            sine-DoRA; | | of each row, a constant
 
+Trained by the sine of activations (activation_sine), sine-DoRA has in place of x D^T in training, as the paper's
+released code,
+
+    scaling * sin(omega * x A^T B^T / gain)
+
 A matrix is (d_out, d_in): a kernel's d_in is channels times kernel size. A grouped convolution has a delta over all
 channels, as peft's LoRA has, and experts one delta each.
 """
@@ -19,7 +24,7 @@ from torch.func import functional_call
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
 from nonlinear_lowrank.ops.derivatives import transformed
-from nonlinear_lowrank.ops.precision import autocast_input, wide_dtype
+from nonlinear_lowrank.ops.precision import autocast_input, no_autocast, wide_dtype
 from nonlinear_lowrank.ops.sine import (
     SineFactors,
     dora_norm,
@@ -36,7 +41,10 @@ from .weights import AdapterTensor, is_plain
 class SineLayer(LoraLayer):
     """The sine of the factors' product as the delta; subclasses say where the weight is used."""
 
-    other_param_names: tuple[str, ...] = (*lora.LoraLayer.other_param_names, "omega", "gain", "cached")
+    other_param_names: tuple[str, ...] = (
+        *(*lora.LoraLayer.other_param_names, "omega", "gain", "cached"),
+        "activation_sine",
+    )
     lora_variants: ClassVar[Mapping[Any, Any]] = {(): None, ("use_dora",): None}
     role = "sine_lora"
 
@@ -44,6 +52,7 @@ class SineLayer(LoraLayer):
         self.omega: dict[str, float] = {}
         self.gain: dict[str, float | None] = {}
         self.cached: dict[str, int] = {}
+        self.activation_sine: dict[str, bool] = {}
         super().__init__(*args, **kwargs)
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: Any, config: Any, **kwargs: Any) -> None:
@@ -56,6 +65,7 @@ class SineLayer(LoraLayer):
     def start(self, name: str, config: Any) -> None:
         """Take the settings; with init_lora_weights=False draw B too, for phases of about 1 rad; set DoRA's lengths."""
         self.omega[name], self.gain[name], self.cached[name] = config.omega, config.gain, config.cached_weights
+        self.activation_sine[name] = config.activation_sine
         up, down = self.matrices(name)
         if config.init_lora_weights is False:
             nn.init.uniform_(down, -(down.shape[-1] ** -0.5), down.shape[-1] ** -0.5)
@@ -188,22 +198,26 @@ class _ProductLayer(SineLayer):
         return {**self.__dict__, "_formed": {}}
 
     def adapted(self, x: Tensor, names: Sequence[str], *args: Any, **kwargs: Any) -> Tensor:
-        dropped = [name for name in names if self.training and isinstance(self.lora_dropout[name], nn.Dropout)]
-        rest = [name for name in names if name not in dropped]
+        # Each with an x or a formula of its own.
+        apart = [name for name in names if self.training and self._is_apart(name)]
+        rest = [name for name in names if name not in apart]
         base = self.base_layer
         if torch.is_grad_enabled() or self.training:
             self._formed.clear()
-        if not dropped and is_plain(base) and getattr(base, "groups", 1) == 1:
+        if not apart and is_plain(base) and getattr(base, "groups", 1) == 1:
             if self._keeps(names):
                 return self.multiplied(x, self.formed(names), self.with_bias(base.bias, names))
             return self.applied(x, base.weight, self.with_bias(base.bias, names), names, base=True)
         y = self.based(x, *args, **kwargs)
         parts = [(x, rest)] if rest else []
-        parts += [(self.lora_dropout[name](x), [name]) for name in dropped]
+        parts += [(self.lora_dropout[name](x), [name]) for name in apart]
         for part, together in parts:
             bias = self.with_bias(None, together)
             y = y + self.applied(part, self._source(together), bias, together, base=False).to(y.dtype)
         return y
+
+    def _is_apart(self, name: str) -> bool:
+        return isinstance(self.lora_dropout[name], nn.Dropout) or self.activation_sine[name]
 
     def _source(self, names: Sequence[str]) -> Tensor | Callable[[], Tensor] | None:
         """Give sine-DoRA the weight: a quantized one is dequantized anew in backward, so as not to be saved."""
@@ -227,7 +241,23 @@ class SineLinear(_ProductLayer, lora.Linear):
 
     def applied(self, x: Tensor, source: Any, bias: Tensor | None, names: Sequence[str], *, base: bool) -> Tensor:
         factors = [self.factors(name) for name in names]
+        if self.training and self.activation_sine[names[0]]:
+            return self._by_activations(x, source, bias, factors[0])
         return sine_layer(x, source, bias, factors, base=base, transposed=self.transposed)
+
+    def _by_activations(self, x: Tensor, source: Any, bias: Tensor | None, own: SineFactors) -> Tensor:
+        """Return what sine-DoRA adds to the base's output, with the sine of the activations; float32 or wider."""
+        x, weight = autocast_input(x), source() if callable(source) else source
+        dtype, side = wide_dtype(x, own.up), {"transposed": self.transposed}
+        with torch.no_grad():
+            length = dora_norm(_sum(weight.to(dtype), [own._replace(magnitude=None)], **side), **side)
+        assert own.magnitude is not None
+        ratio = torch.where(length > 0, own.magnitude / length, 1.0)
+        plain = F.linear(x, (weight.t() if self.transposed else weight).to(x.dtype))
+        with no_autocast(x):
+            y = F.linear(F.linear(x.to(dtype), own.down.to(dtype)), own.up.to(dtype))
+            y = ratio * own.scale * torch.sin(own.omega / own.gain * y) + (ratio - 1) * plain
+        return y if bias is None else y + bias
 
     def multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x = autocast_input(x)

@@ -54,6 +54,21 @@ def test_alpaca_is_mapped_to_prompt_and_answer(tmp_path):
     assert examples(path, "chat", rows=2)[1:] == [Example(chat)]
 
 
+def test_openorca_is_mapped_to_prompt_and_answer(tmp_path):
+    asked = {"id": "flan.1", "question": "2 + 2?", "response": "4"}
+    records = [asked | {"system_prompt": "Be short."}, asked | {"system_prompt": ""}, asked]
+    path = write(tmp_path / "a.jsonl", records)
+    assert examples(path) == [Example("Be short.\n2 + 2?\n\n", "4"), *[Example("2 + 2?\n\n", "4")] * 2]
+    first, second, _ = examples(path, "alpaca")
+    assert first.prompt.endswith("### Instruction:\nBe short.\n\n### Input:\n2 + 2?\n\n### Response:\n")
+    assert second.prompt.endswith("### Instruction:\n2 + 2?\n\n### Response:\n")
+    turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    system = {"role": "system", "content": "Be short."}
+    assert examples(path, "chat") == [Example([system, *turns]), *[Example(turns)] * 2]
+    empty = [asked | {"question": " ", "system_prompt": "Be short."}, asked | {"response": ""}]
+    assert examples(write(tmp_path / "b.jsonl", empty)) == ["empty prompt", "empty answer"]
+
+
 def test_every_kind_of_file_gives_the_same(tmp_path):
     records = [{"prompt": f"p{index}\u2028", "completion": f"c{index}"} for index in range(3)]
     lines = write(tmp_path / "a.jsonl", records)
@@ -79,6 +94,7 @@ def test_every_kind_of_file_gives_the_same(tmp_path):
     [
         ({"instruction": "x"}, "record needs the texts instruction and output"),
         ({"prompt": "x"}, "record needs"),
+        ({"question": "x", "response": "y", "system_prompt": ["z"]}, "record needs"),
         ({"text": "x", "id": 3}, "it is {'text': 'x', 'id': 3}"),
         ({"instruction": "x", "output": 3}, "it is {'instruction': 'x', 'output': 3}"),
         ({"instruction": "x", "output": "y", "input": ["z"]}, "record needs"),

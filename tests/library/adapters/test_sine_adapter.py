@@ -130,6 +130,71 @@ def test_the_weight_is_the_papers_equation(kind, options, scale, gain, dora):
         torch.testing.assert_close(model.merge_and_unload()(x), plain(x))
 
 
+def released_output(x, dropped, plain, transposed, model):
+    """The published listing of sine-DoRA's forward, in training: (n, d_in) -> (n, d_out)."""
+    up, down, magnitude = (
+        model.get_parameter(f"base_model.model.target.{name}.default.weight")
+        for name in ("lora_B", "lora_A", "lora_magnitude_vector")
+    )
+    weight, scale, gain = plain.weight.T if transposed else plain.weight, 6.0 / 3, 12**0.5
+    norm = torch.linalg.norm(weight + torch.sin(5.0 * (up @ down)) / gain * scale, dim=1).detach()
+    base = x @ weight.T + (0 if plain.bias is None else plain.bias)
+    moved = magnitude / norm * torch.sin(5.0 * (dropped @ down.T @ up.T) / gain) * scale
+    return base + (magnitude / norm - 1) * (dropped @ weight.T) + moved
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("kind", ["linear", "linear-no-bias", "conv1d"])
+def test_the_sine_of_activations_is_the_released_one(kind, dropout):
+    """In training, gradients included; in evaluation and merged it is the sine of the weight, as in the release."""
+    options = {"use_dora": True, "lora_alpha": 6.0, "lora_dropout": dropout}
+    plain, model = adapted_one(kind, activation_sine=True, **options)
+    twin = adapted_one(kind, **options)[1]
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    for name, value in trained.items():
+        if "magnitude" in name:
+            value.data += torch.rand(10)
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(7, 12, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(7, 10, dtype=torch.float64)
+    torch.manual_seed(3)
+    y = model.train()(x)
+    torch.manual_seed(3)
+    expected = released_output(x, F.dropout(x, dropout), plain, kind == "conv1d", model)
+    torch.testing.assert_close(y, expected)
+    inputs = [x, *trained.values()]
+    for ours, theirs in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    with torch.no_grad():
+        assert (y - twin.train()(x)).abs().max() > 0.1
+        assert torch.equal(model.eval()(x), twin.eval()(x))
+        assert torch.equal(model.merge_and_unload()(x), twin.merge_and_unload()(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_sine_of_activations_starts_at_the_base(dtype):
+    """Beside another adapter too, whose weight stays a sine of its own."""
+    plain, x = nn.Linear(12, 10, dtype=dtype), torch.randn(7, 12, dtype=dtype)
+    options = {"r": 3, "use_dora": True, "activation_sine": True, "target_modules": ["target"]}
+    model = get_peft_model(One(copy.deepcopy(plain)), SineLoraConfig(**options))
+    with torch.no_grad():
+        assert torch.equal(model.train()(x), plain(x))
+        model.add_adapter("weight", SineLoraConfig(r=3, target_modules=["target"], init_lora_weights=False))
+        model.base_model.set_adapter("weight")
+        alone = model(x)
+        model.base_model.set_adapter(["default", "weight"])
+        torch.testing.assert_close(model(x), alone, rtol=0, atol=8 * torch.finfo(dtype).eps)
+        assert not torch.equal(alone, plain(x))
+
+
+def test_the_sine_of_activations_is_of_sine_doras_linears():
+    with pytest.raises(UserError, match="set use_dora=True"):
+        SineLoraConfig(activation_sine=True)
+    for kind in ("conv2d", "embedding"):
+        with pytest.raises(UserError, match="target is no linear, which activation_sine needs; name it in exclude"):
+            adapted_one(kind, use_dora=True, activation_sine=True)
+
+
 @doras
 def test_a_whole_model_merges_bit_equal_in_bfloat16(dora):
     base = model_helpers.llama().bfloat16().eval()

@@ -6,11 +6,12 @@ into the model and neither resumes bit-exactly nor gives every arm the same batc
 
 Records come out of JSON, JSON lines and `datasets`:
 
-| form   | fields                                                       |
-|--------|--------------------------------------------------------------|
-| Alpaca | instruction, output, and input where there is one            |
-| plain  | prompt, completion (texts or lists of messages)              |
-| chat   | messages [{role, content}], or conversations [{from, value}] |
+| form     | fields                                                       |
+|----------|--------------------------------------------------------------|
+| Alpaca   | instruction, output, and input where there is one            |
+| OpenOrca | question, response, and system_prompt where there is one     |
+| plain    | prompt, completion (texts or lists of messages)              |
+| chat     | messages [{role, content}], or conversations [{from, value}] |
 
 A record of the wrong form is refused with its place. Empty ones are not an error: they are counted.
 """
@@ -208,21 +209,26 @@ def _example(record: Any, template: str, where: str) -> Example | str:
             context = record.get("input") or ""
             example = _asked(prompt, context, answer, template)
             prompt += context
+        case {"question": str(prompt), "response": str(answer)} if isinstance(record.get("system_prompt") or "", str):
+            example = _asked(prompt, "", answer, template, record.get("system_prompt") or "")
         case _:
-            what = f"{where}: a record needs the texts instruction and output, prompt and completion, or messages"
-            raise UserError(f"{what}; it is {str(record)[:100]}")
+            what = f"{where}: a record needs the texts instruction and output, question and response, prompt and"
+            raise UserError(f"{what} completion, or messages; it is {str(record)[:100]}")
     if not prompt.strip():
         return "empty prompt"
     return example if answer.strip() else "empty answer"
 
 
-def _asked(instruction: str, context: str, answer: str, template: str) -> Example:
+def _asked(instruction: str, context: str, answer: str, template: str, system: str = "") -> Example:
+    turns = [{"role": "system", "content": system}] if system.strip() else []
+    if turns and template != "chat":  # of the others none has a place for it
+        instruction, context = system, instruction
     if template == "alpaca":
         more = {"paired": _PAIRED, "input": f"### Input:\n{context}\n\n"} if context.strip() else {}
         return Example(ALPACA.format(instruction=instruction, **{"paired": "", "input": "", **more}), answer)
     asked = f"{instruction}\n{context}".strip() if context.strip() else instruction
     if template == "chat":
-        return Example([{"role": "user", "content": asked}, {"role": "assistant", "content": answer}])
+        return Example([*turns, {"role": "user", "content": asked}, {"role": "assistant", "content": answer}])
     return Example(asked + "\n\n", answer)
 
 

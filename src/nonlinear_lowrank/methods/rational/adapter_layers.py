@@ -176,6 +176,7 @@ class NoraConfig(AdapterConfig):
             inference_mode=self.inference_mode,
         )
         config.omega, config.gain, config.cached_weights = self.lora_omega, self.lora_gain, self.lora_cached_weights
+        config.activation_sine = False
         return config
 
     def rational(self, formula: str, channel_dim: int = -1, experts: int | None = None) -> RationalConfig:

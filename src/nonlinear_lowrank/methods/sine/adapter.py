@@ -77,6 +77,9 @@ class SineLoraConfig(NamedConfig, LoraConfig):
     """The divisor g of the sine. None: the square root of the input width (sine_lowrank.txt, A.2)."""
     omega_pattern: dict[str, float] = field(default_factory=dict)
     """{module name or regular expression: omega} where it differs."""
+    activation_sine: bool = False
+    """Train sine-DoRA as the paper's released code does: with scaling * sin(omega * x A^T B^T / gain) in place of x D^T.
+    Evaluated and merged it has the sine of the weight, as in that code: the two functions differ. For linears only."""
     cached_weights: int = 4
     """In evaluation a layer keeps so many weights with adapters in them, one for each adapter that is called, and a
     generated token costs as with a merged model. Each is as large as the layer's weight. 0: none."""
@@ -90,6 +93,8 @@ class SineLoraConfig(NamedConfig, LoraConfig):
                 f"init_lora_weights={self.init_lora_weights!r} starts from B A as the delta, and here it is inside a "
                 "sine; use True, 'gaussian', 'orthogonal' or False"
             )
+        if self.activation_sine and not self.use_dora:
+            raise UserError("activation_sine is a way to train sine-DoRA; set use_dora=True, or leave it out")
         check_integer("cached_weights", self.cached_weights, minimum=0)
         check_share("lora_dropout", self.lora_dropout)
         self.check_fields()
@@ -171,6 +176,8 @@ class SineLoraModel(CheckedTuner, LoraModel):
     def check_target(self, name: str, base: nn.Module, config: SineLoraConfig) -> None:
         hint = "name it in exclude_modules"
         if isinstance(base, tuple(_LAYERS)):
+            if config.activation_sine:
+                raise UserError(f"{name} is no linear, which activation_sine needs; {hint}")
             groups = getattr(base, "groups", 1)
             if config.r % groups:
                 raise UserError(
@@ -252,5 +259,5 @@ class SineLoraModel(CheckedTuner, LoraModel):
         )
 
 
-_KEYS = ["omega", "gain", "omega_pattern"]
+_KEYS = ["omega", "gain", "omega_pattern", "activation_sine"]
 CONFIG_KEYS_TO_CHECK[PeftType(SineLoraConfig.type_name)] = CONFIG_KEYS_TO_CHECK[PeftType.LORA] + _KEYS
