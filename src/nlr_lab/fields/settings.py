@@ -31,7 +31,7 @@ def check_integers(settings: object, minimum: int, *names: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class FieldConfig:
-    """Shape of a coordinate network; the paper's for occupancy by default."""
+    """Shape of a coordinate network; by default the paper's for occupancy, which prints no `spread`."""
 
     in_features: int = 3
     """Coordinates of a position."""
@@ -44,7 +44,7 @@ class FieldConfig:
     activation: Activation = "gaussian"
     """exp(-z^2 / (2 s^2)), max(z, 0), or SIREN's sin(omega_0 z)."""
     spread: float = 0.05
-    """s of the Gaussian. 0.05 beat 0.1 clearly on shapes."""
+    """s of the Gaussian. 0.05 beat 0.1, which the paper's released code has, clearly on shapes."""
     frequency: float = 30.0
     """omega_0 of SIREN."""
     octaves: int = 0
@@ -180,7 +180,7 @@ class OccupancySettings:
     """Points of a step, drawn anew in each."""
     loss: OccupancyLoss = "cross-entropy"
     """"cross-entropy" of the log-odds, or "squared": the squared error of the output to -0.5 outside and 0.5
-    inside, which the paper's released code minimises (to 0 and 1)."""
+    inside. The paper's released code fits 0 and 1, inside above 0.5: the same but for the start of the last bias."""
     surface_share: float = 0.7
     """Share of them from a band about the surface, weighted so that the expected loss stays the whole box's. 0: all of
     them evenly."""

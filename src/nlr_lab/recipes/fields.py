@@ -127,10 +127,11 @@ def occupancy_demo() -> FieldRecipe:
 
 
 def occupancy() -> FieldRecipe:
-    """The paper's setting: 512^3 lattice, two hidden 256 x 256 linears, s = 0.05, learning rate 1e-3 (A.2.5).
+    """The paper's setting: 512^3 lattice, two hidden 256 x 256 linears, learning rate 1e-3 (A.2.5); s = 0.05 is ours.
 
     Command: `nlr fit occupancy --source lucy.ply`, or `nlr compare occupancy --source lucy.ply` for table 13. The
-    paper's 200 epochs are over an unstated batch; here 20,000 steps of 16,384 points.
+    paper's 200 epochs are over an unstated batch; here 20,000 steps of 16,384 points. It prints no s; its released code
+    has 0.1, squared errors and other batches: `nlr reproduce sine/table13-released`.
     Hardware: one GPU, or CPU cores and hours; pip install '.[fields]'.
     Time: not measured by us.
     Expect: table 13: Lucy at k = 1 90.7 (sine) and 79.3 (low-rank). studies/occupancy has ours, of shorter fits.
