@@ -78,8 +78,9 @@ class SineLoraConfig(NamedConfig, LoraConfig):
     omega_pattern: dict[str, float] = field(default_factory=dict)
     """{module name or regular expression: omega} where it differs."""
     activation_sine: bool = False
-    """Train sine-DoRA as the paper's released code does: with scaling * sin(omega * x A^T B^T / gain) in place of x D^T.
-    Evaluated and merged it has the sine of the weight, as in that code: the two functions differ. For linears only."""
+    """Train sine-DoRA as the paper's released code does, with scaling * sin(omega * x A^T B^T / gain) in place of x D^T
+    and the norm still of W + D. Evaluated and merged it has the sine of the weight, as there: the two functions differ.
+    For linears only."""
     cached_weights: int = 4
     """In evaluation a layer keeps so many weights with adapters in them, one for each adapter that is called, and a
     generated token costs as with a merged model. Each is as large as the layer's weight. 0: none."""
