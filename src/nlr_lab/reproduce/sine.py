@@ -70,11 +70,11 @@ def commonsense(scale: str) -> Any:
     return replace(own, task=task, train=replace(own.train, eval_every=at(scale, 9, 100, 0)))
 
 
-def _reasoning(label: str, omegas: Mapping[int, int], dropout: str, lr: str, scale: str) -> list[Trial]:
-    """LoRA or DoRA, and its sine, at every rank; `lr` is the paper's of the sines."""
+def _reasoning(label: str, omegas: Mapping[int, int], more: str, lr: str, scale: str) -> list[Trial]:
+    """LoRA or DoRA, and its sine, at every rank; `more` settings and the paper's `lr` are the sines'."""
     method, lr = label.lower(), lr if scale == "paper" else ",lr=1e-3"
     arms = {f"{label} k={r}": f"{method}:r={r},lora_alpha={2 * r},lora_dropout=0.05" for r in omegas}
-    sines = {r: f"sine-{method}:r={r},omega={w},lora_alpha={2 * r}{dropout}{lr}" for r, w in omegas.items()}
+    sines = {r: f"sine-{method}:r={r},omega={w},lora_alpha={2 * r}{more}{lr}" for r, w in omegas.items()}
     arms |= {f"sine {label} k={r}": arm for r, arm in sines.items()}
     known = shared(scale, timed=False) | {"tune_lr": ()}
     if scale == "demo":
@@ -85,9 +85,14 @@ def _reasoning(label: str, omegas: Mapping[int, int], dropout: str, lr: str, sca
 
 _LLAMA = ("15 min of 2 cores, SmolLM2", "2 days of 2 cores, SmolLM2", "one GPU of 80 GB, 3 days")
 _LORA, _DORA = {4: 800, 8: 600, 16: 200, 32: 200}, {8: 300, 16: 150, 32: 100}
+_DROPOUT, _DORA_LR = ",lora_dropout=0.05", ",lr=6e-05"
 runs("sine/table2", takes=_LLAMA)(partial(_reasoning, "LoRA", _LORA, "", ""))
-runs("sine/table2-one-dropout", takes=_LLAMA)(partial(_reasoning, "LoRA", _LORA, ",lora_dropout=0.05", ""))
-runs("sine/table7", takes=_LLAMA)(partial(_reasoning, "DoRA", _DORA, "", ",lr=6e-05"))
+runs("sine/table2-one-dropout", takes=_LLAMA)(partial(_reasoning, "LoRA", _LORA, _DROPOUT, ""))
+runs("sine/table7", takes=_LLAMA)(partial(_reasoning, "DoRA", _DORA, "", _DORA_LR))
+runs("sine/table7-one-dropout", takes=_LLAMA)(partial(_reasoning, "DoRA", _DORA, _DROPOUT, _DORA_LR))
+runs("sine/table7-released", takes=_LLAMA)(
+    partial(_reasoning, "DoRA", _DORA, f"{_DROPOUT},activation_sine=true", _DORA_LR)
+)
 
 _FOUR = {"LoRA": "lora", "sine LoRA": "sine-lora", "DoRA": "dora", "sine DoRA": "sine-dora"}
 
