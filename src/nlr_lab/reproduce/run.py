@@ -87,6 +87,8 @@ def run_comparison(
 
     from .measures import COUNTED, MEASURES, Arm
 
+    if trial.before is not None:
+        trial = replace(trial, arms={**trial.arms, **trial.before(trial, home)})
     folder, models = home / trial.part, isinstance(trial.recipe, Recipe)
     options: dict[str, Any] = {"seeds": trial.seeds, "tune_lr": trial.tune_lr, "timing_rounds": trial.rounds}
     comparison = compare(trial.recipe, folder, arms=parse_arms(trial), resume=folder.exists(), quiet=quiet, **options)

@@ -47,6 +47,8 @@ class Compare:
     """Column -> task of `nlr evaluate` that every trained model is scored on."""
     shots: int | None = None
     """Examples before each question of them; None: as the task has it."""
+    before: Callable[[Any, Path], Mapping[str, str]] | None = None
+    """Called with this trial and the table's folder: arms in the place of those of their rows."""
     after: Callable[[Any, Any, Path], Cells] | None = None
     """Called with the comparison, this trial and the table's folder: more cells, and pictures."""
 

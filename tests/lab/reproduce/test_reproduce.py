@@ -121,6 +121,25 @@ def test_a_figure_uses_the_runs_of_its_table_and_the_list_says_what_was_run(caps
     assert refused(capsys, "reproduce", "noble/fig2").endswith("noble/fig2 is a diagram, with nothing to measure\n")
 
 
+def test_branches_go_on_the_linears_that_score_highest(capsys, tmp_path, monkeypatch):
+    from nlr_lab.reproduce import noble
+
+    tiny, recipe = {"layers": 2, "width": 16, "heads": 2, "hidden": 32}, noble.recipe
+    monkeypatch.setattr(noble, "recipe", lambda name, steps=None: recipe(name, 10, **tiny))
+    succeed(capsys, "reproduce", "notes/4.2", "--out", tmp_path)
+    home = tmp_path / "notes-4.2" / "demo"
+    record, linears = (json.loads((home / name).read_text()) for name in ("table.json", "importance.json"))
+    assert len(linears["linears"]) == 4  # of 12
+    assert json.loads((home / "importance" / "result.json").read_text())["steps"] == 1
+    added = {row["row"]: row["ours"]["params_plus_pct"]["value"] for row in record["rows"]}
+    assert 0 < added["most important 30 %"] < added["all layers"]
+    arm = record["parts"][0]["arms"]["most important 30 %"]
+    assert all(name.replace(".", "\\.") in arm for name in linears["linears"])
+    stamp = (home / "importance.json").stat().st_mtime_ns
+    succeed(capsys, "reproduce", "notes/4.2", "--out", tmp_path)  # goes on where it stopped: nothing is scored anew
+    assert (home / "importance.json").stat().st_mtime_ns == stamp
+
+
 def test_refusals(capsys):
     assert "did you mean 'noble/table1'" in refused(capsys, "reproduce", "noble/tabel1")
     assert "name a table" in refused(capsys, "reproduce")
