@@ -359,11 +359,13 @@ def _shapes(scale: str, released: bool) -> dict[str, Any]:
         problem = replace(problem, resolution=128, points=1024, held_out=64, mesh_resolution=128)
         train = replace(train, steps=2000)
     if released:
-        points = problem.points if scale != "paper" else 200_000
-        steps = train.steps if scale != "paper" else 200 * -(-(512**3) // points)  # 200 passes over the lattice
-        problem = replace(problem, loss="squared", surface_share=0.0, points=points)
-        problem = replace(problem, field=replace(problem.field, spread=0.1))
-        train = replace(train, schedule="exponential", end=0.2, steps=steps)
+        problem = replace(problem, loss="squared", surface_share=0.0, field=replace(problem.field, spread=0.1))
+        if scale == "paper":
+            problem, passes = replace(problem, points=200_000), 200  # over the lattice
+            # The rate falls to a tenth over as many steps, the first of some 134,000.
+            train = replace(train, schedule="constant", lr=train.lr / 10, steps=passes * -(-(512**3) // problem.points))
+        else:
+            train = replace(train, schedule="exponential", end=0.1)
     places = {"knot": "knot"} if scale == "demo" else MESHES
     return {
         column: replace(own, problem=replace(problem, source=place), train=train) for column, place in places.items()
