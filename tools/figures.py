@@ -45,7 +45,8 @@ _FIGURE = re.compile(
 )
 # What no page states: curves over steps, and what repeats or follows from what is kept.
 _DROPPED = {
-    *("curve", "curves", "metric_curve", "looks", "fingerprint", "sha256", "tokenizer_sha256", "format", "status"),
+    *("curve", "curves", "metric_curve", "score_curve", "train_curve"),
+    *("looks", "fingerprint", "sha256", "tokenizer_sha256", "format", "status"),
     *("standard_error", "dof", "null", "tokens_per_step", "steps_to_reference_loss", "lr_source"),
     *("matched_speedup", "matched_wall_clock_speedup"),
 }

@@ -41,6 +41,7 @@ from .trial import PACE_ROUNDS, Choice, Curve, Measurement, Run, Stop, TimeLimit
 
 _START = 2.0  # seconds of a run beside its steps, at the least
 _EVALUATION = 0.4  # of a training step, for as many examples: a forward pass and its batch
+_POINTS = 50  # of a training curve, as recorded
 _WARMUP = 2  # rounds, after a first step of each
 # Time does not depend on the learning rate, but at the recipe's own a model that sees one batch again and again
 # may blow up, and arithmetic on subnormal or infinite numbers has other speeds.
@@ -180,7 +181,7 @@ class ModelTrials(Trials):
 
     arm = Arm
     example = "baseline noble:rank=64"
-    pictures = ("curves.png", "rates.png")
+    pictures = ("curves.png", "training.png", "rates.png")
     report = report
     timing_rounds = 30
     parts = ("task", "train")
@@ -255,6 +256,7 @@ class ModelTrials(Trials):
     def read(self, record: Mapping[str, Any], choice: Choice, seed: int) -> Run:
         diverged, steps = record["status"] != "done", int(record["steps"])
         train_curve, plain_curve = _points(record, "train_curve"), _points(record, "plain_curve")
+        metric_curve, score_curve = _points(record, "metric_curve"), _points(record, "score_curve")
         scores: dict[str, Any] = {name: record.get(name) for name in ("score", "selection", "best_score")}
         return Run(
             seed=seed,
@@ -264,7 +266,9 @@ class ModelTrials(Trials):
             steps=steps,
             seconds=float(record["seconds"]),
             curve=_points(record, "curve"),
-            metric_curve=_points(record, "metric_curve"),
+            metric_curve=metric_curve,
+            score_curve=score_curve if score_curve != metric_curve else (),
+            train_curve=_thinned(train_curve, steps),
             train_loss=None if diverged else _last_tenth(train_curve, steps),
             plain_loss=plain_curve[-1][1] if plain_curve and not diverged else None,
             **scores,
@@ -289,11 +293,27 @@ def _points(record: Mapping[str, Any], name: str) -> Curve:
 
 
 def _last_tenth(curve: Curve, steps: int) -> float | None:
-    """Mean of a training curve, whose entries stand for the steps since the one before, over the last steps."""
-    weights = [(step - before, loss) for (step, loss), before in zip(curve, (0, *(s for s, _ in curve)), strict=False)]
-    late = [each for each, (step, _) in zip(weights, curve, strict=True) if step > 0.9 * steps]
-    total = sum(weight for weight, _ in late)
-    return sum(weight * loss for weight, loss in late) / total if total else None
+    """Mean of a training curve over the last steps."""
+    late = tuple(point for point in _weighted(curve) if point[1] > 0.9 * steps)
+    return _mean(late) if late else None
+
+
+def _thinned(curve: Curve, steps: int) -> Curve:
+    """Means of a training curve over each fiftieth of the steps, at the last step of each."""
+    parts: dict[int, list[tuple[int, int, float]]] = {}
+    for point in _weighted(curve):
+        parts.setdefault(_POINTS * (point[1] - 1) // steps, []).append(point)
+    return tuple((part[-1][1], _mean(part)) for part in parts.values())
+
+
+def _weighted(curve: Curve) -> list[tuple[int, int, float]]:
+    """Entries of a training curve, each a mean since the one before, after the number of steps that it stands for."""
+    befores = (0, *(step for step, _ in curve))
+    return [(step - before, step, loss) for (step, loss), before in zip(curve, befores, strict=False)]
+
+
+def _mean(points: Sequence[tuple[int, int, float]]) -> float:
+    return sum(weight * loss for weight, _, loss in points) / sum(weight for weight, _, _ in points)
 
 
 # --- matched baselines -------------------------------------------------------------------------------------------

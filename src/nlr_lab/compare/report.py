@@ -360,6 +360,7 @@ def render_report(results: Record) -> str:
     parts += [results["recipe"]["summary"], "## What was found", "\n".join(f"- {line}" for line in findings(results))]
     parts += tables(results)
     parts += ["![evaluation curves](curves.png)", _curve_caption(results)]
+    parts += ["![training loss](training.png)"] if _has_training(results) else []
     controls = [each for each in pairs_of(results) if each[1] != results["reference"]]
     if controls:
         speeds = ("step_speedup", "matched_speedup") if _has_speed(results) else ()
@@ -418,12 +419,19 @@ downstream score are met.
 
 
 def draw_models(out: Path, results: Record) -> None:
-    """Draw the pictures of a record: `curves.png`, and `rates.png` where learning rates were tuned."""
+    """Draw the pictures of a record: `curves.png`; `training.png` where there are training losses; `rates.png` where
+    learning rates were tuned."""
     metric = results["metric"]
     label = f"evaluation loss ({metric['unit']})" if by_loss(results) else f"{metric['name']} on held-out examples"
-    _plot_curves(out / "curves.png", results, label)
+    _plot_curves(out / "curves.png", results, label, "curve" if by_loss(results) else "metric_curve")
+    if _has_training(results):
+        _plot_curves(out / "training.png", results, "training loss", "train_curve")
     if any(arm["tuning"] for arm in results["arms"]):
         _plot_rates(out / "rates.png", results, label)
+
+
+def _has_training(results: Record) -> bool:
+    return any(run.get("train_curve") for arm in results["arms"] for run in arm["runs"])
 
 
 def mean_curve(curves: Sequence[Points]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -454,21 +462,21 @@ def _lines(arms: Sequence[Record]) -> Iterator[tuple[Record, str, Any]]:
     return ((arm, *next(grey if arm["control"] else colours)) for arm in arms)
 
 
-def _plot_curves(path: Path, results: Record, label: str) -> None:
-    """Draw evaluation curves as in Figures 1 and 3 of noble.txt: the mean over seeds, with a band of lowest to highest.
+def _plot_curves(path: Path, results: Record, label: str, which: str) -> None:
+    """Draw curves as in Figures 1, 3 and 4 of noble.txt: the mean over seeds, with a band of lowest to highest.
 
-    One plot is against steps (and tokens), others against FLOPs and time where these are known. The reference's final
+    `which` of each run's: "curve" and "metric_curve" are evaluations, "train_curve" the training loss. One plot is
+    against steps (and tokens), others against FLOPs and time where these are known. In the first the reference's final
     loss (mean over seeds) is a dotted horizontal line.
     """
     scales = _scales(results)
     figure, panels = new_panels(8.0 if len(scales) == 1 else 5.5, 5.0, len(scales))
-    which = "curve" if by_loss(results) else "metric_curve"
     runs = {arm["name"]: [run for run in arm["runs"] if run["seed"] in results["seeds"]] for arm in results["arms"]}
-    curves = [run[which] for of_arm in runs.values() for run in of_arm]
+    curves = [run.get(which, ()) for of_arm in runs.values() for run in of_arm]
     skip = 0 if max(map(len, curves), default=0) < _FEW else _SKIPPED
     last = max((step for curve in curves for step, _ in curve), default=0)
     for arm, colour, style in _lines(results["arms"]):
-        steps, mean, low, high = mean_curve([run[which] for run in runs[arm["name"]]])
+        steps, mean, low, high = mean_curve([run.get(which, ()) for run in runs[arm["name"]]])
         shown = steps >= skip * last
         if not shown.any():
             continue
@@ -479,7 +487,7 @@ def _plot_curves(path: Path, results: Record, label: str) -> None:
                 axes.fill_between(x, low[shown], high[shown], color=colour, alpha=0.15, linewidth=0)
     target = next(arm["final_loss"]["mean"] for arm in results["arms"] if arm["name"] == results["reference"])
     has_curves = bool(panels[0].lines)
-    if by_loss(results) and target is not None and math.isfinite(target):
+    if which == "curve" and target is not None and math.isfinite(target):
         for axes in panels:
             axes.axhline(target, color="#444444", linestyle=":", linewidth=1.0)
         place: dict[str, Any] = {"transform": panels[0].get_yaxis_transform(), "fontsize": 8, "color": "#444444"}

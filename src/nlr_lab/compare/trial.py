@@ -74,6 +74,11 @@ class Run:
     best_score: float | None = None
     """The score where the selection was best."""
     metric_curve: Curve = ()
+    """The selection."""
+    score_curve: Curve = ()
+    """The score, where it is not of the examples that choices are made on."""
+    train_curve: Curve = ()
+    """Training loss: the mean over each fiftieth of the steps."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """All numbers after the last step, where there are more than the score."""
     train_loss: float | None = None

@@ -228,6 +228,21 @@ def test_curves_are_truncated_dashed_and_averaged(tmp_path, drawn):
     assert len(axes.collections) == 2, "one band for each arm"
 
 
+def test_training_losses_are_drawn_where_they_are_known(tmp_path, drawn):
+    own = {"baseline": [[(5, 5.0), (10, 4.0)], [(5, 5.4), (10, 4.2)]], "noble": [[(5, 3.0), (10, 2.0)]] * 2}
+    arms = [
+        an_arm(name, *(a_run(seed, train_curve=curve) for seed, curve in enumerate(curves, 1)))
+        for name, curves in own.items()
+    ]
+    results = a_record(arms, (1, 2))
+    draw_models(tmp_path, results)
+    axes = drawn["training.png"]
+    assert (axes.get_ylabel(), len(axes.lines)) == ("training loss", 2)
+    np.testing.assert_allclose(lines(axes)["baseline"].get_xydata(), [(5, 5.2), (10, 4.1)])
+    assert "![training loss](training.png)" in render_report(results)
+    assert "training.png" not in render_report(a_record([an_arm(name, a_run(1)) for name in own], (1,)))
+
+
 def test_mean_curve_is_of_the_steps_that_every_seed_has():
     steps, mean, low, high = mean_curve([[(0, 4.0), (10, 2.0)], [(0, 2.0), (5, 2.0), (20, 2.0)]])
     np.testing.assert_array_equal(steps, [0, 5, 10])

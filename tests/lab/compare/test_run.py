@@ -183,6 +183,8 @@ def test_tells_a_finite_divergence_from_a_spike(go):
     assert [runs[seed]["diverged_at"] for seed in (1, 2, 3)] == [None, 60, None]
     assert [runs[seed]["spikes"] for seed in (1, 2, 3)] == [1, 0, 1]
     assert {run["diverged_at"] for run in results["arms"][0]["runs"]} == {None}
+    assert len(runs[3]["train_curve"]) == 50, "the means of two steps each"
+    assert runs[3]["train_curve"][:2] == [[2, pytest.approx(4.9715)], [4, pytest.approx(4.9305)]]
     report = render_report(results)
     assert "`noble-r4` diverged at step 60 on seed 2: it ended at" in report
     assert "`noble-r4` spiked and recovered: 1 on seed 1, 1 on seed 3." in report
