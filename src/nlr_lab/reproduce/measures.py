@@ -4,7 +4,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from nlr_lab.compare.statistics import paired_mean
+
+from .table import EQUAL_TIME
 
 Cell = dict[str, Any]
 
@@ -34,6 +38,7 @@ class Arm:
         self.base = next(arm for arm in results["arms"] if arm["name"] == results["reference"])
         self.pair = results["against"].get(results["reference"], {}).get(name)
         self.runs = [run for run in self.own["runs"] if run["seed"] in results["seeds"]]
+        self.judged = "final_loss" if results["metric"]["name"] == "loss" else "score"
 
     def seeds(self, number: Callable[[Mapping[str, Any]], float | None]) -> Cell:
         """Return a number of each run over the seeds."""
@@ -41,8 +46,33 @@ class Arm:
 
     def score(self) -> Cell:
         """Return what the runs are judged by, shares in percent."""
-        key = "final_loss" if self.results["metric"]["name"] == "loss" else "score"
-        return self.seeds(lambda run: self.factor * run[key])
+        return self.seeds(lambda run: self.factor * run[self.judged])
+
+    def at_equal_time(self, key: str, number: Callable[[float], float] = float) -> Cell:
+        """Return a number of the "final_loss" or "score" that each run has when the reference's has finished.
+
+        Hours are those of the steps, as timed in turn: the reference's last step falls on step (its steps / step time
+        ratio) of the arm, where the curve is read, linear between evaluations. An arm that is done by then has its
+        final number.
+        """
+        ratio, ends = self.own["step_time_ratio"], {run["seed"]: run for run in self.base["runs"]}
+        if ratio is None:
+            return cell(None, why="not timed")
+        if any(run["final_loss"] is None for each in self.runs for run in (each, ends[each["seed"]])):
+            return cell(None, why="diverged")
+
+        def then(run: Mapping[str, Any]) -> float | None:
+            curve = run["curve"] if key == "final_loss" else run["score_curve"] or run["metric_curve"]
+            points = [*(point for point in curve if point[0] < run["steps"]), (run["steps"], run[key])]
+            step = ends[run["seed"]]["steps"] / ratio["median"]
+            found = float(np.interp(step, *zip(*points, strict=True), left=math.nan))
+            return number(found) if math.isfinite(found) else None
+
+        return over_seeds([then(run) for run in self.runs], "no evaluation before the reference had finished")
+
+    def score_at_equal_time(self) -> Cell:
+        """Return `score`, at equal time."""
+        return self.at_equal_time(self.judged, lambda value: self.factor * value)
 
     def estimate(self, name: str, factor: float = 1.0) -> Cell:
         """Return a paired statistic against the reference."""
@@ -116,6 +146,10 @@ MEASURES: dict[str, Callable[[Arm], Cell]] = {
     "diverged_step": Arm.diverged,
     "top1_pct": Arm.score,
     "psnr": Arm.score,
+    f"eval_loss{EQUAL_TIME}": lambda arm: arm.at_equal_time("final_loss"),
+    f"perplexity{EQUAL_TIME}": lambda arm: arm.at_equal_time("final_loss", math.exp),
+    f"top1_pct{EQUAL_TIME}": Arm.score_at_equal_time,
+    f"psnr{EQUAL_TIME}": Arm.score_at_equal_time,
     "hours": lambda arm: arm.seeds(lambda run: run["seconds"] / 3600),
 }
 """Column -> its cell of an arm."""

@@ -79,7 +79,7 @@ def masked(scale: str) -> list[Trial]:
     else:
         own = recipe("mlm-demo", 150) if scale == "demo" else recipe("mlm-base")
     ranks = {"demo": (8, 16, 32), "small": (48, 96, 192), "paper": RANKS}
-    return [Compare(part="mlm", recipe=own, arms=_arms(ranks[scale]), **shared(scale, timed=False))]
+    return [Compare(part="mlm", recipe=own, arms=_arms(ranks[scale]), **shared(scale))]
 
 
 @runs(
@@ -106,8 +106,7 @@ def vision(scale: str) -> list[Trial]:
     for part, mixing in (("mixed", {}), ("plain", {"mixup": 0.0, "cutmix": 0.0})):
         task = replace(own.task, augmentation=replace(own.task.augmentation, **mixing))
         arms = _arms((rank,), f"{part}, ")
-        known = shared(scale, timed=False)
-        trials.append(Compare(part=part, recipe=replace(own, task=task), arms=arms, **known))
+        trials.append(Compare(part=part, recipe=replace(own, task=task), arms=arms, **shared(scale)))
     return trials
 
 
@@ -117,7 +116,7 @@ def image_tokens(scale: str) -> list[Trial]:
     names = {"demo": "image-tokens-demo", "small": "image-tokens-cifar10", "paper": "image-tokens-base"}
     ranks = {"demo": (8, 16, 32), "small": (12, 24, 48), "paper": RANKS}
     own = recipe(names[scale], 150 if scale == "demo" else None)
-    return [Compare(part="tokens", recipe=own, arms=_arms(ranks[scale]), **shared(scale, timed=False))]
+    return [Compare(part="tokens", recipe=own, arms=_arms(ranks[scale]), **shared(scale))]
 
 
 @runs(*("noble/table5", "noble/fig5"), takes=("6 min of 2 cores", "3 days of one GPU of 24 GB", "8 H100, 6 days"))
@@ -135,7 +134,7 @@ def activations(scale: str) -> list[Trial]:
         for depth, layers in ((1, "1 layer"), (2, "2 layers")):
             arms[f"{activation}, {layers}"] = f"noble:rank={rank},activation={activation},depth={depth}"
     arms["cosine, 3 layers"] = f"noble:rank={rank},depth=3"
-    return [Compare(part="ablation", recipe=own, arms=arms, **shared(scale, timed=False))]
+    return [Compare(part="ablation", recipe=own, arms=arms, **shared(scale))]
 
 
 # --- the notes ----------------------------------------------------------------------------------------------------
@@ -165,7 +164,7 @@ def c4(scale: str) -> list[Trial]:
             f"{size}, ratio 0.25 as in the notes' code": NOTES.format(ratio=0.25),
             f"{size}, CosNet (the paper's)": "noble:rank_ratio=0.0625",
         }
-        trials.append(Compare(part=size, recipe=own, arms=arms, **shared(scale, timed=False)))
+        trials.append(Compare(part=size, recipe=own, arms=arms, **shared(scale)))
     return trials
 
 
@@ -182,8 +181,7 @@ def selection(scale: str) -> list[Trial]:
         "queries": f"{base},select=query",
         "most important 30 %": base,  # see `_important`
     }
-    known = shared(scale, timed=False)
-    return [Compare(part="selection", recipe=own, arms=arms, before=_important, **known)]
+    return [Compare(part="selection", recipe=own, arms=arms, before=_important, **shared(scale))]
 
 
 def _important(trial: Any, home: Path) -> dict[str, str]:

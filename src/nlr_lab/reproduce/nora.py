@@ -37,7 +37,7 @@ def images(
     `after` shows something else than scores, and is called with the data's name first (see `Compare.after`); `dtype` is
     that of the pretrained weights.
     """
-    known = shared(scale, timed=False) | ({"tune_lr": (3e-4, 1e-3, 3e-3)} if scale == "small" else {})
+    known = shared(scale) | ({"tune_lr": (3e-4, 1e-3, 3e-3)} if scale == "small" else {})
     demo = scale == "demo"
     recipes = {name: recipe(DATA[name]) for name in columns} if not demo else {"digits": recipe("vit-digits")}
     trials: list[Trial] = []

@@ -44,7 +44,7 @@ def results(scale: str) -> list[Trial]:
         "residual GELU": "nonlinear-query",
         **_CONTROLS,
     }
-    known = shared(scale, timed=scale == "demo")
+    known = shared(scale)
     of_best = {"baseline, best settings": "baseline", "residual GELU, best settings": "nonlinear-query"}
     tuned = known | {"tune_lr": ()}
     return [

@@ -4,6 +4,7 @@ A table's folder is OUT/<name>/<scale>: `table.json`, `table.md`, and a folder f
 table's runs have a folder of their own for table.json and table.md alone. The same command goes on where it stopped.
 """
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 from nlr_lab.runtime.storage import read_json, write_json, write_text
 from nonlinear_lowrank.errors import UserError
 
-from .table import SCALES, Absent, Cells, Compare, Measure, Table, slug
+from .table import EQUAL_TIME, SCALES, Absent, Cells, Compare, Measure, Table, slug
 
 RECORD, PAGE = "table.json", "table.md"
 _EVALUATED = "evaluated.json"  # beside a run's result: its scores by task
@@ -48,13 +49,16 @@ def run_table(
         raise UserError(f"{table.name} is a diagram, with nothing to measure{where}")
     from nlr_lab.runtime.environment import provenance
 
-    started, home = time.monotonic(), out / slug(table.home) / scale
+    started, home, folder = time.monotonic(), out / slug(table.home) / scale, out / slug(table.name) / scale
     found: Cells = {}
+    former = _drawn(home)
     parts: list[dict[str, Any]] = []
+    others: list[str] = []
     for trial in table.trials(scale):
         if isinstance(trial, Compare):
             if table.home != table.name and not trial.arms.keys() & table.rows.keys() and trial.after is None:
-                continue  # of another part than the figure shows
+                others.append(trial.part)  # than the figure shows
+                continue
             trial = _with_sources(trial, sources or {}, seeds)
         if isinstance(trial, Compare):
             cells, about = run_comparison(trial, home, table.columns, sources or {}, quiet=quiet)
@@ -70,8 +74,11 @@ def run_table(
                 known |= {name: each for name, each in columns.items() if each and "value" not in known.get(name, {})}
     _average(table, found)
     record = build_record(table, scale, found)
+    files = [path for path, drawn in _drawn(home).items() if drawn != former.get(path)]
+    shown = [part["part"] for part in parts if "arms" in part] or others
+    files += [path for part in shown for path in _drawn(home / part)]
+    record["pictures"] = [Path(os.path.relpath(path, folder)).as_posix() for path in files]
     record |= {"parts": parts, "seconds": round(time.monotonic() - started, 1), **provenance()}
-    folder = out / slug(table.name) / scale
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / RECORD, record)
     write_text(folder / PAGE, page(record))
@@ -95,12 +102,14 @@ def run_comparison(
     results = comparison.results
     factor = 100.0 if models and results["metric"]["name"] != "loss" else 1.0
     counts = count_parts(trial) if COUNTED & {*columns} else {}
+    columns = [*columns, *(f"{column}{EQUAL_TIME}" for column in columns if trial.rounds)]
     cells: Cells = {}
     for row in trial.arms:
         arm = Arm(results, slug(row), counts.get(row, {}), factor)
         cells[row] = {column: MEASURES[column](arm) for column in columns if column in MEASURES}
         if trial.column:
             cells[row][trial.column] = arm.score()
+            cells[row] |= {f"{trial.column}{EQUAL_TIME}": arm.score_at_equal_time()} if trial.rounds else {}
         if trial.tasks:
             cells[row] |= _evaluate(trial, folder, arm, sources)
     if trial.after is not None:
@@ -110,6 +119,11 @@ def run_comparison(
     about = {"part": trial.part, "summary": summary.rstrip(".")}
     about |= {"arms": dict(trial.arms), "n": results["n"], "metric": results["metric"]["name"]}
     return cells, about
+
+
+def _drawn(folder: Path) -> dict[Path, int]:
+    """Return the pictures in a folder, each with when it was written."""
+    return {path: path.stat().st_mtime_ns for path in sorted(folder.glob("*.png"))}
 
 
 def parse_arms(trial: Compare) -> list[Any]:
@@ -256,9 +270,10 @@ def _average(table: Table, found: Cells) -> None:
 
 
 def build_record(table: Table, scale: str, found: Cells) -> dict[str, Any]:
-    """Return the record: every row, published and ours apart."""
-    columns = [*table.columns]
-    columns += dict.fromkeys(column for cells in found.values() for column in cells if column not in columns)
+    """Return the record: every row, published and ours apart; what is at equal time is beside that at equal steps."""
+    names = dict.fromkeys([*table.columns, *(column for cells in found.values() for column in cells)])
+    first = [column for column in names if not column.endswith(EQUAL_TIME)]
+    columns = [each for column in first for each in (column, column + EQUAL_TIME) if each in names]
     rows = []
     for label in dict.fromkeys([*table.rows, *found]):
         printed = dict(zip(table.columns, table.rows.get(label, ()), strict=False))
@@ -273,6 +288,7 @@ def build_record(table: Table, scale: str, found: Cells) -> dict[str, Any]:
         "title": table.title,
         "published_in": table.section,
         "note": table.note,
+        "studies": [f"studies/{name}" for name in table.studies],
         "columns": columns,
         "rows": rows,
         "measured": sum("value" in each for each in cells),
@@ -309,13 +325,25 @@ def page(record: Mapping[str, Any]) -> str:
         ),
         *dict.fromkeys(part["note"] for part in record["parts"] if part.get("note")),
         *([record["note"]] if record["note"] else []),
+        *(
+            [f"At a small scale, in this tool's repository: {', '.join(record['studies'])}."]
+            if record["studies"]
+            else []
+        ),
+        *([_EQUAL_TIME] if any(column.endswith(EQUAL_TIME) for column in columns) else []),
         markdown_table(tuple(head), rows),
         "\n".join(f"({number}) {why}" for why, number in whys.items()),
         "\n".join(
             f"- `{part['part']}`: {part['summary']}, n = {part['n']}" for part in record["parts"] if "arms" in part
         ),
+        *(f"![{path.parent.name} {path.stem}]({path.as_posix()})" for path in map(Path, record["pictures"])),
     ]
     return "\n\n".join(line for line in lines if line) + "\n"
+
+
+_EQUAL_TIME = """\
+At equal time: of each arm when the first of its comparison has finished, by step times measured in turn. A slower arm \
+is within its schedule then, its learning rate not yet at its end; a faster one is done."""
 
 
 def _number(value: Any) -> str:
@@ -355,6 +383,7 @@ def overview(tables: Sequence[Table], out: Path, write: Callable[[str], object] 
             write(f"    diagram, nothing to measure{seen}")
             continue
         shared = f"; runs of {table.home}" if table.home != table.name else ""
-        write(f"    measures {', '.join(table.columns)} of {len(table.rows)} rows{shared}")
+        seen = f"; see {', '.join(f'studies/{name}' for name in table.studies)}" if table.studies else ""
+        write(f"    measures {', '.join(table.columns)} of {len(table.rows)} rows{shared}{seen}")
         for scale in SCALES:
             write(f"    {scale:<6} {state(table, scale, out):<32} {table.takes[scale]}")

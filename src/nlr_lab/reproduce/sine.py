@@ -33,7 +33,7 @@ def glue_recipe(task: str, checkpoint: str) -> Any:
 
 def glue_trials(scale: str, arms: Mapping[str, str], tasks: Mapping[str, str], checkpoint: str) -> list[Trial]:
     """Compare arms on tasks of GLUE by column, with MiniLM below the paper's scale; a demo is on embedded data."""
-    known = shared(scale, timed=False) | ({"tune_lr": (1e-3, 3e-3, 1e-2)} if scale == "small" else {})
+    known = shared(scale) | ({"tune_lr": (1e-3, 3e-3, 1e-2)} if scale == "small" else {})
     if scale == "demo":
         from .embedded import acceptability
 
@@ -219,7 +219,7 @@ def vision(scale: str) -> list[Trial]:
             rows |= {f"{label}, sine k={k}": f"sine-lowrank:rank={k},omega={table},{_MLPS}"}
             arms |= rows if k * (width + hidden) < width * hidden else {}
             large += [] if k * (width + hidden) < width * hidden else [*rows]
-        trials.append(Compare(part=label, recipe=made, arms=arms, **shared(scale, timed=False)))
+        trials.append(Compare(part=label, recipe=made, arms=arms, **shared(scale)))
         trials += [Absent(rows=tuple(large), why="saves nothing at this scale's width")] if large else []
     return trials
 
@@ -232,7 +232,7 @@ def frequencies(scale: str) -> list[Trial]:
     """Rank 1 by frequency, beside full rank and plain low rank."""
     arms = {"control, full rank": "baseline", "control, low rank": f"low-rank:rank=1,{_MLPS}"}
     arms |= {f"omega={w}": f"sine-lowrank:rank=1,omega={w},{_MLPS}" for w in range(100, 800, 100)}
-    return [Compare(part="omega", recipe=_images("sine-vit", scale), arms=arms, **shared(scale, timed=False))]
+    return [Compare(part="omega", recipe=_images("sine-vit", scale), arms=arms, **shared(scale))]
 
 
 @runs("sine/table11", takes=_VIT)
@@ -243,7 +243,7 @@ def convnext(scale: str) -> list[Trial]:
         arms |= {f"low rank k={k}": f"low-rank:rank={k},{_LAST}"}
         arms |= {f"sine k={k}, omega={w}": f"sine-lowrank:rank={k},omega={w},{_LAST}"}
     own = _images("sine-convnext", scale)
-    return [Compare(part="convnext", recipe=own, arms=arms, **shared(scale, timed=False))]
+    return [Compare(part="convnext", recipe=own, arms=arms, **shared(scale))]
 
 
 # --- fields -------------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ _RANKS, _OMEGAS = (1, 5, 10, 30, 60), {1: 200, 2: 100, 5: 50, 20: 20}
 
 def _fields(scale: str, recipes: Mapping[str, Any], arms: Mapping[str, str], columns: Any) -> list[Trial]:
     """One comparison a column; inits are both tried but in a demo, whose columns are absent."""
-    known: dict[str, Any] = {"seeds": at(scale, 1, 3, 1), "tune_lr": at(scale, (), (1e-3, 3e-3), ())}
+    known = shared(scale) | {"tune_lr": at(scale, (), (1e-3, 3e-3), ())}
     if scale == "demo":
         arms = {row: f"{arm}{',' if ':' in arm else ':'}init=kaiming_sqrt5" for row, arm in arms.items()}
     trials: list[Trial] = [

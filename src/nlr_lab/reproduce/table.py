@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 from nonlinear_lowrank.errors import UserError
 
 SCALES = ("demo", "small", "paper")
+EQUAL_TIME = " at equal time"
+"""Ends the name of a column that is another's when the reference has finished (`measures.Arm.at_equal_time`)."""
 REFERENCES = ("noble", "notes", "query", "sine", "nora")
 _MODULES = ("noble", "query", "sine", "nora")
 
@@ -94,6 +96,8 @@ class Table:
     """There is nothing to measure."""
     seen_in: Sequence[str] = ()
     """Tables that measure what a picture of several things shows."""
+    studies: Sequence[str] = ()
+    """Folders of the repository's studies/ that measure the same at a small scale."""
     home: str = ""
     """The table in whose folder the runs are: figures share those of a table."""
     trials: Callable[[str], list[Trial]] | None = None

@@ -1,20 +1,26 @@
 """Every table maps to runs at every scale, published numbers are those printed, and cheap tables truly run."""
 
 import json
+import math
+from pathlib import Path
 
 import pytest
 
 from cli_helpers import refused, succeed
-from nlr_lab.reproduce import SCALES, tables
-from nlr_lab.reproduce.measures import MEASURES
+from compare_helpers import ACCURACY, FakeTraining, StubTask, a_record, a_run, an_arm, fake_measure, gain
+from nlr_lab.compare import model_trials
+from nlr_lab.reproduce import SCALES, noble, tables
+from nlr_lab.reproduce.measures import MEASURES, Arm
 from nlr_lab.reproduce.run import check_sources, count_parts, parse_arms
 from nlr_lab.reproduce.table import Absent, Compare, slug
+from nlr_lab.training import TrainConfig
 from nlr_lab.training.recipe import Recipe
 from nonlinear_lowrank.errors import UserError
 
 TABLES = tables()
 ALL = list(TABLES.values())
 MEASURED = [table.name for table in ALL if table.trials is not None]
+STUDIES = Path(__file__).parents[3] / "studies"
 HOMES = sorted({table.home for table in ALL if table.home})
 NAMES = [
     *(f"noble/{each}" for each in ("table1", "table2", "table3", "table4", "table5", "step-times")),
@@ -97,8 +103,6 @@ def test_settings_are_the_published_ones(name, found, capsys, tmp_path):
 
 
 def test_a_figure_uses_the_runs_of_its_table_and_the_list_says_what_was_run(capsys, tmp_path, monkeypatch):
-    from nlr_lab.reproduce import noble
-
     tiny = {"layers": 1, "width": 16, "heads": 2, "hidden": 32}
     recipe = noble.recipe
     monkeypatch.setattr(noble, "recipe", lambda name, steps=None, **_: recipe(name, 10, **tiny))
@@ -112,6 +116,7 @@ def test_a_figure_uses_the_runs_of_its_table_and_the_list_says_what_was_run(caps
     assert ours["delta_loss"]["value"] == pytest.approx(
         ours["eval_loss"]["value"] - rows["baseline"]["ours"]["eval_loss"]["value"]
     )
+    assert math.isfinite(ours["eval_loss at equal time"]["value"])
     runs = {path: path.stat().st_mtime_ns for path in tmp_path.glob("noble-table5/**/result.json")}
     succeed(capsys, "reproduce", "noble/fig5", "--out", tmp_path)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("noble-*/**/result.json")} == runs
@@ -138,6 +143,83 @@ def test_branches_go_on_the_linears_that_score_highest(capsys, tmp_path, monkeyp
     stamp = (home / "importance.json").stat().st_mtime_ns
     succeed(capsys, "reproduce", "notes/4.2", "--out", tmp_path)  # goes on where it stopped: nothing is scored anew
     assert (home / "importance.json").stat().st_mtime_ns == stamp
+
+
+def test_equal_time_is_where_an_arm_is_when_the_reference_has_finished():
+    seconds = {"base": 1.0, "slow": 2.0, "fast": 0.5, "late": 2.0, "lost": 1.0}
+    curves = {
+        "base": [(50, 4.0), (100, 3.0)],
+        "slow": [(40, 2.8), (60, 2.0), (90, 1.0)],  # at step 50 after the 100 s of the reference
+        "fast": [(50, 2.0), (80, 1.9)],
+        "late": [(60, 2.0), (100, 1.0)],
+    }
+
+    def arm(name, **more):
+        runs = [a_run(seed, 1.0 + seed / 10, 100, curve=curves.get(name, ()), **more) for seed in (1, 2)]
+        return an_arm(name, *runs) if name != "lost" else an_arm(name, runs[0], a_run(2, None))
+
+    results = a_record([*map(arm, seconds)], (1, 2), times={name: [own] * 3 for name, own in seconds.items()})
+    of_arm = {name: Arm(results, name, {}, 1.0) for name in seconds}
+    found = {name: MEASURES["eval_loss at equal time"](own) for name, own in of_arm.items()}
+    expected = {"base": 1.15, "slow": 2.4, "fast": 1.15}  # done by then: the mean of the final losses
+    assert {name: found[name]["value"] for name in expected} == pytest.approx(expected)
+    assert found["slow"]["n"] == 2
+    assert found["late"] == {"why": "no evaluation before the reference had finished"}
+    assert found["lost"] == {"why": "diverged"}
+    assert MEASURES["perplexity at equal time"](of_arm["slow"])["value"] == pytest.approx(math.exp(2.4))
+    untimed = Arm(a_record([*map(arm, seconds)], (1, 2)), "slow", {}, 1.0)
+    assert untimed.score_at_equal_time() == {"why": "not timed"}
+    chosen, scored = [(40, 0.5), (100, 0.7)], [(40, 0.4), (60, 0.8), (100, 0.9)]
+    own = {"score": 0.9, "metric_curve": chosen, "score_curve": scored}
+    record = a_record(
+        [arm(name, **own) for name in ("base", "slow")],
+        (1, 2),
+        measure=ACCURACY,
+        times={"base": [1.0] * 3, "slow": [2.0] * 3},
+    )
+    assert MEASURES["top1_pct at equal time"](Arm(record, "slow", {}, 100.0))["value"] == pytest.approx(60.0)
+
+
+def test_a_page_has_losses_at_equal_time_its_study_and_the_curves_of_its_tables_runs(capsys, tmp_path, monkeypatch):
+    class Training(FakeTraining):
+        def __call__(self, recipe, out, **options):
+            super().__call__(recipe, out, **options)
+            result = json.loads((out / "result.json").read_text())
+            (out / "result.json").write_text(json.dumps(result | {"train_curve": result["curve"][1:]}))
+
+    training = Training(gain)
+    monkeypatch.setattr(model_trials, "run_training", training)
+    monkeypatch.setattr(model_trials, "measure_arms", fake_measure)
+    monkeypatch.setattr(
+        noble,
+        "recipe",
+        lambda *_: Recipe(name="x", task=StubTask(), train=TrainConfig(steps=100, batch_size=8, lr=1e-3)),
+    )
+    for name in ("noble/table5", "noble/fig5"):
+        printed = succeed(capsys, "reproduce", name, "--out", tmp_path)
+        folder = tmp_path / slug(name) / "demo"
+        assert len(training.calls) == 11
+        assert "studies/llm_small" in printed
+        linked = [folder / line.split("(")[1].rstrip(")") for line in printed.splitlines() if line.startswith("![")]
+        shown = tmp_path / "noble-table5" / "demo" / "ablation"
+        assert [path.resolve() for path in linked] == [shown / "curves.png", shown / "training.png"]
+        assert all(path.is_file() for path in linked)
+        record = json.loads((folder / "table.json").read_text())
+        assert record["columns"][:2] == ["eval_loss", "eval_loss at equal time"]
+        rows = {
+            row["row"]: {column: each.get("value") for column, each in row["ours"].items()} for row in record["rows"]
+        }
+        assert rows["baseline"]["eval_loss at equal time"] == rows["baseline"]["eval_loss"]
+        late = rows["tanh, 1 layer"]
+        slower = 5.0 + (late["eval_loss"] - 5.0) / 1.1  # the curve is a line from 5, a step takes 1.1 times as long
+        assert late["eval_loss at equal time"] == pytest.approx(slower, rel=0.01)
+
+
+def test_studies_that_are_named_are_in_the_repository_and_listed(capsys):
+    named = {name for table in ALL for name in table.studies}
+    assert len(named) > 10
+    assert [name for name in named if not (STUDIES / name / "README.md").is_file()] == []
+    assert "; see studies/nerf\n" in succeed(capsys, "reproduce", "sine/table3", "--list")
 
 
 def test_refusals(capsys):
