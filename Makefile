@@ -187,8 +187,9 @@ fuzz: $(STAMP)
 	NLR_FUZZ=$(NLR_FUZZ) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) \
 		-m "not slow and not gpu and not quantized and not kernels and not torchtitan"
 
+# Demos that share runs are a group, in one process.
 test-all: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations=10
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -241,9 +241,20 @@ def test_sources_of_a_scale_are_known_by_name():
         check_sources(tables[:1], "paper", ["commonsense"])
 
 
+@pytest.fixture(scope="session")
+def demos(tmp_path_factory):
+    return tmp_path_factory.mktemp("demos")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HOMES)
-def test_every_demo_runs(name, capsys, tmp_path):
-    succeed(capsys, "reproduce", name, "--out", tmp_path)
-    record = json.loads((tmp_path / slug(name) / "demo" / "table.json").read_text())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.xdist_group(TABLES[name].home)) for name in MEASURED]
+)
+def test_every_demo_runs(name, capsys, demos):
+    """Entries with the runs of one table share a process, and its folder: what has been run is not run again."""
+    home = demos / slug(TABLES[name].home)
+    runs = {path: path.stat().st_mtime_ns for path in home.rglob("result.json")}
+    succeed(capsys, "reproduce", name, "--out", demos)
+    record = json.loads((demos / slug(name) / "demo" / "table.json").read_text())
     assert any("value" in cell for row in record["rows"] for cell in row["ours"].values())
+    assert {path: path.stat().st_mtime_ns for path in runs} == runs
