@@ -197,7 +197,7 @@ CATEGORIES = {"STEM": "stem", "Humanities": "humanities", "Social sciences": "so
 
 @runs(
     "nora/table2",
-    takes=("8 min of 2 cores, SmolLM2", "a day of one GPU of 24 GB, SmolLM2", "one GPU of 80 GB, 2 days"),
+    takes=("3 min of 2 cores, SmolLM2", "a day of one GPU of 24 GB, SmolLM2", "one GPU of 80 GB, 2 days"),
 )
 def instructions(scale: str) -> list[Trial]:
     """LoRA and NoRA++ on a thousand rows of each set, then MMLU."""

@@ -277,7 +277,7 @@ def _scenes(scale: str) -> dict[str, Any]:
 
 @runs(
     *("sine/table3", "sine/fig5", "sine/fig8"),
-    takes=("8 min of 2 cores", "2 days of one GPU", "88 fits of a GPU-day each, or of hours on a fast one"),
+    takes=("4 min of 2 cores", "2 days of one GPU", "88 fits of a GPU-day each, or of hours on a fast one"),
 )
 def nerf(scale: str) -> list[Trial]:
     """All scenes and ranks, and the distance of the two rate-distortion curves."""
