@@ -58,14 +58,14 @@ class Arm:
         ratio, ends = self.own["step_time_ratio"], {run["seed"]: run for run in self.base["runs"]}
         if ratio is None:
             return cell(None, why="not timed")
-        if any(run["final_loss"] is None for each in self.runs for run in (each, ends[each["seed"]])):
+        if not self.runs or not ends or any(run["final_loss"] is None for run in (*self.runs, *ends.values())):
             return cell(None, why="diverged")
 
         def then(run: Mapping[str, Any]) -> float | None:
             curve = run["curve"] if key == "final_loss" else run["score_curve"] or run["metric_curve"]
             points = [*(point for point in curve if point[0] < run["steps"]), (run["steps"], run[key])]
             step = ends[run["seed"]]["steps"] / ratio["median"]
-            found = float(np.interp(step, *zip(*points, strict=True), left=math.nan))
+            found = float(np.interp(step, *np.array(points, dtype=np.float64).T, left=math.nan))
             return number(found) if math.isfinite(found) else None
 
         return over_seeds([then(run) for run in self.runs], "no evaluation before the reference had finished")

@@ -146,7 +146,7 @@ def test_branches_go_on_the_linears_that_score_highest(capsys, tmp_path, monkeyp
 
 
 def test_equal_time_is_where_an_arm_is_when_the_reference_has_finished():
-    seconds = {"base": 1.0, "slow": 2.0, "fast": 0.5, "late": 2.0, "lost": 1.0}
+    seconds = {"base": 1.0, "slow": 2.0, "fast": 0.5, "late": 2.0, "lost": 1.0, "untrained": 1.0}
     curves = {
         "base": [(50, 4.0), (100, 3.0)],
         "slow": [(40, 2.8), (60, 2.0), (90, 1.0)],  # at step 50 after the 100 s of the reference
@@ -156,6 +156,8 @@ def test_equal_time_is_where_an_arm_is_when_the_reference_has_finished():
 
     def arm(name, **more):
         runs = [a_run(seed, 1.0 + seed / 10, 100, curve=curves.get(name, ()), **more) for seed in (1, 2)]
+        if name == "untrained":
+            return an_arm(name, choice=None)
         return an_arm(name, *runs) if name != "lost" else an_arm(name, runs[0], a_run(2, None))
 
     results = a_record([*map(arm, seconds)], (1, 2), times={name: [own] * 3 for name, own in seconds.items()})
@@ -165,7 +167,7 @@ def test_equal_time_is_where_an_arm_is_when_the_reference_has_finished():
     assert {name: found[name]["value"] for name in expected} == pytest.approx(expected)
     assert found["slow"]["n"] == 2
     assert found["late"] == {"why": "no evaluation before the reference had finished"}
-    assert found["lost"] == {"why": "diverged"}
+    assert found["lost"] == found["untrained"] == {"why": "diverged"}
     assert MEASURES["perplexity at equal time"](of_arm["slow"])["value"] == pytest.approx(math.exp(2.4))
     untimed = Arm(a_record([*map(arm, seconds)], (1, 2)), "slow", {}, 1.0)
     assert untimed.score_at_equal_time() == {"why": "not timed"}
