@@ -40,8 +40,8 @@ class Interval:
         return asdict(self)
 
 
-class Laws:
-    """Laws of several arms over the same rungs.
+class Draws:
+    """Losses of several arms over the same rungs, and what other seeds might have given.
 
     Args:
         compute: arm -> training FLOPs of each rung (R,).
@@ -66,6 +66,25 @@ class Laws:
     def rungs(self) -> int:
         """Return R."""
         return len(next(iter(self.compute.values())))
+
+    def _drawn(self, arm: str) -> Array:
+        """Mean losses (1 + DRAWS, R), the first row of all seeds."""
+        columns = []
+        for losses, picks in zip(self.losses[arm], self._picks, strict=True):
+            mean, n = losses.mean(), len(losses)
+            drawn = mean + self._wider * math.sqrt(n / max(1, n - 1)) * (losses[picks].mean(1) - mean)
+            columns.append(np.concatenate([[mean], drawn]))
+        return np.stack(columns, 1)
+
+    def _interval(self, values: Array) -> Interval:
+        if not self._spread:
+            return Interval(value=float(values[0]))
+        low, high = np.percentile(values[1:], _LEVELS, method="nearest")
+        return Interval(value=float(values[0]), low=float(low), high=float(high))
+
+
+class Laws(Draws):
+    """Laws of several arms along rungs of as many tokens a parameter."""
 
     @property
     def form(self) -> str:
@@ -96,15 +115,6 @@ class Laws:
     def _scaled(self, arm: str) -> Array:
         return np.log(self.compute[arm] / self.compute[arm][0])
 
-    def _drawn(self, arm: str) -> Array:
-        """Mean losses (1 + DRAWS, R), the first row of all seeds."""
-        columns = []
-        for losses, picks in zip(self.losses[arm], self._picks, strict=True):
-            mean, n = losses.mean(), len(losses)
-            drawn = mean + self._wider * math.sqrt(n / max(1, n - 1)) * (losses[picks].mean(1) - mean)
-            columns.append(np.concatenate([[mean], drawn]))
-        return np.stack(columns, 1)
-
     def _predicted(self, arm: str, compute: float) -> Array:
         E, A, b = _fit(self._scaled(arm), self._drawn(arm))
         found = E + A * (compute / self.compute[arm][0]) ** -b
@@ -115,12 +125,6 @@ class Laws:
             apart = self._wider * math.sqrt(n / max(1, n - 1)) * (losses - losses.mean())
             noise[mine] = apart[(seeds[mine, :n] * n).astype(int)].mean(1)
         return found + np.concatenate([[0.0], noise])
-
-    def _interval(self, values: Array) -> Interval:
-        if not self._spread:
-            return Interval(value=float(values[0]))
-        low, high = np.percentile(values[1:], _LEVELS, method="nearest")
-        return Interval(value=float(values[0]), low=float(low), high=float(high))
 
 
 def _fit(x: Array, losses: Array) -> tuple[Array, Array, Array]:

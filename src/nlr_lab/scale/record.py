@@ -12,6 +12,7 @@ from nlr_lab.compare.record import RESULTS, clean
 from nlr_lab.runtime.storage import read_json
 
 from .fits import Interval, Laws
+from .joint import JointLaws
 
 Record = Mapping[str, Any]
 EVIDENCE = Path(__file__).with_name("evidence.json")
@@ -79,16 +80,40 @@ def laws_of(rungs: Sequence[Record], arm: str, reference: str) -> Laws | None:
 
     A rung in which a run of either diverged is none of them.
     """
-    names = list(dict.fromkeys((arm, reference)))
+    both = _of_both(rungs, arm, reference)
+    if len({rung["width"] for rung in both}) < 2:
+        return None
+    return Laws(*_numbers(both, arm, reference))
+
+
+def joint_of(rungs: Sequence[Record], arm: str, reference: str) -> JointLaws | None:
+    """Return the joint laws of an arm and the reference over the rungs that both have; None if too few tell them."""
+    both = _of_both(rungs, arm, reference)
+    lengths, widths = ({rung[key] for rung in both} for key in ("tokens", "width"))
+    if len(both) < 5 or len(lengths) < 2 or len(widths) < 3:
+        return None
+    # A width's longest run has its size to half a step.
+    longest = sorted(rungs, key=lambda rung: rung["trained_tokens"])
+    sizes = {rung["width"]: rung["trained_tokens"] / rung["tokens"] for rung in longest}
+    tokens = np.array([rung["trained_tokens"] for rung in both], dtype=np.float64)
+    laws = JointLaws(np.array([sizes[rung["width"]] for rung in both]), tokens, *_numbers(both, arm, reference))
+    return laws if laws.determined else None
+
+
+def _of_both(rungs: Sequence[Record], *names: str) -> list[Record]:
+    """Return the rungs in which all of these arms have losses and FLOPs."""
     both = []
     for rung in rungs:
         mine = [rung["arms"].get(name) for name in names]
         if all(each and each["compute"] and each["losses"] and None not in each["losses"] for each in mine):
             both.append(rung)
-    if len({rung["width"] for rung in both}) < 2:
-        return None
-    compute = {name: np.array([rung["arms"][name]["compute"] for rung in both]) for name in names}
-    return Laws(compute, {name: [np.array(rung["arms"][name]["losses"]) for rung in both] for name in names})
+    return both
+
+
+def _numbers(rungs: Sequence[Record], *names: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return FLOPs and losses of arms by name."""
+    compute = {name: np.array([rung["arms"][name]["compute"] for rung in rungs]) for name in names}
+    return compute, {name: [np.array(rung["arms"][name]["losses"]) for rung in rungs] for name in names}
 
 
 def evidence(results: Record) -> dict[str, Any]:
@@ -115,6 +140,7 @@ def build_record(rungs: Sequence[Record], predicted: Record, settings: Record, c
         "settings": settings,
         "rungs": list(rungs),
         "laws": [law for tokens in sorted({rung["tokens"] for rung in rungs}) for law in _laws(rungs, tokens)],
+        "joint": _joint(rungs),
         "predicted": {name: _judged(name, each, rungs) for name, each in predicted.items()},
     }
     return clean(results)  # type: ignore[no-any-return]
@@ -134,6 +160,24 @@ def _laws(rungs: Sequence[Record], tokens: float) -> list[dict[str, Any]]:
         law["multiplier"] = None if name == reference else laws.multiplier(name, reference).to_json()
         found.append(law)
     return found
+
+
+def _joint(rungs: Sequence[Record]) -> dict[str, Any] | None:
+    """Return the joint law of every arm over all rungs, at the FLOPs of the reference's largest run; None without any.
+
+    An arm's is None where its rungs do not tell it.
+    """
+    if not rungs:
+        return None
+    reference, found = rungs[0]["reference"], {}
+    compute = max(rung["arms"][reference]["compute"] or 0 for rung in rungs)
+    for name in dict.fromkeys(name for rung in rungs for name in rung["arms"]):
+        found[name] = None
+        if (laws := joint_of(rungs, name, reference)) is not None:
+            fits = laws.fits(name) | laws.optimum(name, compute)
+            found[name] = {"rungs": laws.rungs, **{key: value.to_json() for key, value in fits.items()}}
+            found[name]["speed"] = None if name == reference else laws.speed(name, reference, compute).to_json()
+    return {"compute": compute, "arms": found} if any(found.values()) else None
 
 
 def _judged(name: str, predicted: Record, rungs: Sequence[Record]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from nlr_lab.compare.grade import grade_cell
 from nlr_lab.compare.report import NONE, estimate_text, markdown_table, p_text, ratio_text
 from nlr_lab.runtime.tables import COLOURS, GREYS, new_figure, save
 
+from .joint import CONSTANTS, LEAST
+
 Record = Mapping[str, Any]
 REPORT, PICTURE = "report.md", "ladder.png"
 
@@ -56,7 +58,7 @@ def tables(results: Record) -> list[str]:
         ]
         laws = [law for law in results["laws"] if law["tokens"] == tokens]
         parts += _law_table(laws, reference)
-    return parts + _predicted_tables(results["predicted"])
+    return parts + _joint_table(results) + _predicted_tables(results["predicted"])
 
 
 def _cell(cell: Any, rung: Record, name: str) -> str:
@@ -111,6 +113,28 @@ def _law_table(laws: Sequence[Record], reference: str) -> list[str]:
         f"`{reference}` has the arm's loss at its largest rung, over the arm's own (above 1: the arm needs fewer)."
     )
     return [text, markdown_table(head, rows)]
+
+
+def _joint_table(results: Record) -> list[str]:
+    if not results["rungs"]:
+        return []
+    title, joint = "## All sizes and lengths", results["joint"]
+    arms = joint["arms"] if joint else {}
+    missing = [name for name, law in arms.items() if law is None]
+    said = "" if joint and not missing else f"No joint law{' of ' if joint else ''}{', '.join(missing)}: {LEAST}."
+    if not joint:
+        return [title, said]
+    head = ("arm", *CONSTANTS, "parameters", "tokens a parameter", "loss", "FLOPs speed", "rungs")
+    keys = (*CONSTANTS, "size", "tokens_per_parameter", "loss", "speed")
+    rows = [(name, *(_interval(law[key]) for key in keys), str(law["rungs"])) for name, law in arms.items() if law]
+    text = (
+        "Loss = E + A (N/N1)^-a + B (D/D1)^-b: N parameters of the plain model outside embeddings, D tokens, N1 and D1 "
+        f"the first rung's. {joint['compute']:.3g} training FLOPs, the largest run's, are best spent on so many "
+        "parameters and tokens a parameter; FLOPs speed: those of "
+        f"`{results['rungs'][0]['reference']}` for the loss there, over these. Outside the sizes and lengths that were "
+        "run it is an extrapolation."
+    )
+    return [title, text, markdown_table(head, rows), *([said] if said else [])]
 
 
 def _interval(interval: Record | None, unit: str = "") -> str:
