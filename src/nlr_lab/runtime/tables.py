@@ -69,14 +69,16 @@ def new_figure(width: float, height: float) -> "tuple[Figure, Axes]":
     return figure, axes
 
 
-def new_panels(width: float, height: float, count: int) -> "tuple[Figure, list[Axes]]":
-    """Return plots side by side, each of so many inches, that share what is up."""
+def new_panels(
+    width: float, height: float, count: int, *, rows: int = 1, share: bool = True
+) -> "tuple[Figure, list[Axes]]":
+    """Return plots side by side (in so many rows), each of so many inches; they share what is up if `share`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width * count, height), layout="constrained")
+    figure = Figure(figsize=(width * count, height * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = list(figure.subplots(1, count, sharey=True, squeeze=False)[0])
+    panels = list(figure.subplots(rows, count, sharey=share, squeeze=False).flat)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.5)

@@ -9,19 +9,21 @@ import numpy as np
 
 from nlr_lab.compare.grade import grade_cell
 from nlr_lab.compare.report import NONE, estimate_text, markdown_table, p_text, ratio_text
-from nlr_lab.runtime.tables import COLOURS, GREYS, new_figure, save
+from nlr_lab.runtime.tables import COLOURS, GREYS, new_panels, save
 
 from .joint import CONSTANTS, LEAST
 
 Record = Mapping[str, Any]
 REPORT, PICTURE = "report.md", "ladder.png"
+SPEEDS = ("steps", "FLOPs", "hours")
+_ENDS = ("value", "low", "high")
 
 
 def render(results: Record) -> str:
     """Return the whole page."""
     parts = ["# Ladder", *tables(results)]
     if any(law["rungs"] > 1 for law in results["laws"]):
-        parts.append(f"![loss against training FLOPs]({PICTURE})")
+        parts.append(f"![losses, differences and speeds by size]({PICTURE})")
     notes = [f"- {rung['rung']}: {note}" for rung in results["rungs"] for note in (*_limits(rung), *rung["notes"])]
     parts += ["## Notes", "\n".join(notes)] if notes else []
     machines = sorted({str(rung["machine"]["processor"]) for rung in results["rungs"]})
@@ -80,11 +82,21 @@ def _delta(arm: Record, rung: Record) -> str:
 
 
 def _speed(arm: Record, rung: Record) -> str:
-    if (pair := arm["against"]) is None or (steps := pair["matched_speedup"])["value"] is None:
+    if (pair := arm["against"]) is None or pair["matched_speedup"]["value"] is None:
         return NONE if pair is None else str(pair["matched_speedup"]["note"])
-    other = rung["arms"][rung["reference"]]["flops_per_token"]
-    flops = f"{steps['value'] * other / arm['flops_per_token']:.3f}x" if other and arm["flops_per_token"] else NONE
-    return f"{ratio_text(steps)} / {flops} / {ratio_text(pair['matched_wall_clock_speedup'])}"
+    return " / ".join(map(ratio_text, _speeds(arm, rung).values()))
+
+
+def _speeds(arm: Record, rung: Record) -> dict[str, Record]:
+    """Return estimates of the speedup to a common loss in steps, FLOPs and hours.
+
+    FLOPs a token are counted, not measured: the interval of FLOPs is that of the steps.
+    """
+    pair, mine = arm["against"], arm["flops_per_token"]
+    steps, other = pair["matched_speedup"], rung["arms"][rung["reference"]]["flops_per_token"]
+    counts = {key: steps[key] and steps[key] * other / mine if other and mine else None for key in _ENDS}
+    flops = {**steps, "note": steps["note"] or NONE, **counts}
+    return dict(zip(SPEEDS, (steps, flops, pair["matched_wall_clock_speedup"]), strict=True))
 
 
 def _rate(arm: Record, rung: Record) -> str:
@@ -141,9 +153,7 @@ def _interval(interval: Record | None, unit: str = "") -> str:
     """A number with its interval; infinity is null in a record."""
     if interval is None:
         return NONE
-    value, low, high = (
-        "inf" if each is None else f"{each:.4g}" for each in map(interval.get, ("value", "low", "high"))
-    )
+    value, low, high = ("inf" if each is None else f"{each:.4g}" for each in map(interval.get, _ENDS))
     if interval["low"] is None and interval["high"] is None:
         return value + unit
     return f"{value}{unit} [{low}, {high}]"
@@ -192,31 +202,70 @@ def _limits(rung: Record) -> Iterator[str]:
 
 
 def draw(path: Path, results: Record) -> None:
-    """Draw each arm's losses over training FLOPs with its law, for the tokens a parameter of the most rungs."""
+    """Draw each arm's losses over training FLOPs with its law, and its difference and speeds against the width.
+
+    Of the tokens a parameter of the most rungs. Bars are standard deviations of losses, and 95 % intervals elsewhere.
+    """
     by_tokens: dict[float, list[Record]] = {}
     for rung in results["rungs"]:
         by_tokens.setdefault(rung["tokens"], []).append(rung)
     if not by_tokens:
         return
     tokens, rungs = max(by_tokens.items(), key=lambda pair: len(pair[1]))
-    figure, axes = new_figure(7.5, 5.0)
+    figure, (losses, deltas, legend, *speeds) = new_panels(4.6, 3.8, 3, rows=2, share=False)
     laws = {law["arm"]: law for law in results["laws"] if law["tokens"] == tokens}
-    reference = rungs[0]["reference"]
+    reference, names = rungs[0]["reference"], list(dict.fromkeys(name for rung in rungs for name in rung["arms"]))
     colours, markers = cycle(COLOURS), cycle("osD^vP*X<")
-    for name in dict.fromkeys(name for rung in rungs for name in rung["arms"]):
+    for index, name in enumerate(names):
         colour, marker = (GREYS[0] if name == reference else next(colours)), next(markers)
-        known = [rung["arms"][name] for rung in rungs if name in rung["arms"]]
-        known = [arm for arm in known if arm["mean"] is not None and arm["compute"]]
-        if not known:
-            continue
-        x, y = [arm["compute"] for arm in known], [arm["mean"] for arm in known]
-        axes.errorbar(x, y, [arm["sd"] or 0 for arm in known], fmt=marker, color=colour, ms=4, capsize=2, label=name)
-        if law := laws.get(name):
-            line = np.geomspace(min(x), 2 * max(x), 100)
-            fitted = law["E"]["value"] + law["A"]["value"] * (line / law["first_compute"]) ** -law["b"]["value"]
-            axes.plot(line, fitted, color=colour, lw=1)
-    axes.set_xscale("log")
-    axes.set_xlabel(f"training FLOPs ({tokens:g} tokens a parameter)")
-    axes.set_ylabel("final loss, nats a token")
-    axes.legend(fontsize=8)
+        style: dict[str, Any] = {"fmt": marker, "color": colour, "ms": 4, "capsize": 2, "label": name}
+        mine = [(rung, rung["arms"][name]) for rung in rungs if name in rung["arms"]]
+        _draw_losses(losses, [arm for _, arm in mine], laws.get(name), style)
+        paired = [(rung, arm) for rung, arm in mine if arm["against"]]
+        x = [rung["width"] * (1 + 0.02 * (index - len(names) / 2)) for rung, _ in paired]  # bars side by side
+        _draw_estimates(deltas, x, [arm["against"]["delta"] for _, arm in paired], style)
+        for axes, kind in zip(speeds, SPEEDS, strict=True):
+            _draw_estimates(axes, x, [_speeds(arm, rung)[kind] for rung, arm in paired], style)
+    losses.set(
+        xscale="log", xlabel=f"training FLOPs ({tokens:g} tokens a parameter)", ylabel="final loss, nats a token"
+    )
+    legend.axis("off")
+    legend.legend(*losses.get_legend_handles_labels(), loc="center left", frameon=False)
+    _finish(deltas, rungs, 0, f"final loss less that of {reference}")
+    for axes, kind in zip(speeds, SPEEDS, strict=True):
+        _finish(axes, rungs, 1, f"speedup in {kind}, to a common loss")
     save(figure, path)
+
+
+def _draw_losses(axes: Any, arms: Sequence[Record], law: Record | None, style: Record) -> None:
+    known = [arm for arm in arms if arm["mean"] is not None and arm["compute"]]
+    if not known:
+        return
+    x, y = [arm["compute"] for arm in known], [arm["mean"] for arm in known]
+    axes.errorbar(x, y, [arm["sd"] or 0 for arm in known], **style)
+    if law:
+        line = np.geomspace(min(x), 2 * max(x), 100)
+        fitted = law["E"]["value"] + law["A"]["value"] * (line / law["first_compute"]) ** -law["b"]["value"]
+        axes.plot(line, fitted, color=style["color"], lw=1)
+
+
+def _draw_estimates(axes: Any, x: Sequence[float], estimates: Sequence[Record], style: Record) -> None:
+    """Draw estimates with their intervals, where they have any."""
+    for place, each in zip(x, estimates, strict=True):
+        if (value := each["value"]) is not None:
+            bars = None if each["low"] is None else [[value - each["low"]], [each["high"] - value]]
+            axes.errorbar(place, value, bars, **style)
+
+
+def _finish(axes: Any, rungs: Sequence[Record], null: float, label: str) -> None:
+    """Name the axes, and let intervals that are far wider than what they are of run off the picture."""
+    widths = [rung["width"] for rung in rungs]
+    values = [null, *(value for drawn in axes.containers for value in drawn.lines[0].get_ydata())]
+    axes.axhline(null, color=GREYS[0], lw=0.8, ls=":")
+    axes.set(xscale="log", xlabel="width", ylabel=label)
+    axes.set_xticks(widths, map(str, widths))
+    axes.set_xticks([], minor=True)
+    least, most, margin = min(values), max(values), 1.5 * (max(values) - min(values))
+    if margin:
+        low, high = axes.get_ylim()
+        axes.set_ylim(max(low, least - margin), min(high, most + margin))
