@@ -25,7 +25,8 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_integer, check_number, check_share
 
 _LEAST_STEPS = 10
-_FREE = {"text.source", "text.valid_source", "text.cache_dir", "threads"}
+_FREE = {"text.source", "text.valid_source", "text.cache_dir", "threads", "gradient_accumulation"}
+_FREE |= {"gradient_checkpointing"}
 _NOT_SHARED = ("widths", "tokens", "arms", "seeds", "tune_lr", "max_extensions", "next_width")
 
 ARMS = (
@@ -78,7 +79,11 @@ class Ladder:
     next_width: int | None = None
     """Width that is predicted after the last rung; None: 1.5 times the largest, a multiple of 16."""
     batch_size: int
-    """Sequences of a step."""
+    """Sequences of a step, over all processes and micro-batches."""
+    gradient_accumulation: int = 1
+    """Micro-batches that a process splits its share of a step into; only memory and rounding change."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass, a block at a time: less memory, a third more time."""
     warmup_share: float = 0.05
     """Share of the steps over which the learning rate rises; it then falls linearly to 0."""
     evaluations: int = 40
@@ -145,6 +150,8 @@ class Ladder:
         train = TrainConfig(
             steps=steps,
             batch_size=self.batch_size,
+            gradient_accumulation=self.gradient_accumulation,
+            gradient_checkpointing=self.gradient_checkpointing,
             lr=sorted(self.tune_lr)[len(self.tune_lr) // 2],
             weight_decay=self.weight_decay,
             warmup_steps=round(self.warmup_share * steps),
@@ -215,9 +222,10 @@ SCALES = {
     ),
     "gpu": Ladder(
         text=TextData(**_GPU, sequence_length=1024, eval_sequences=2048),
-        widths=(256, 384, 512, 1024),
+        widths=(256, 384, 512, 1024, 2048),
         tune_lr=(1e-3, 2e-3, 4e-3),
         batch_size=64,
+        gradient_accumulation=8,
         bf16=True,
         compile=True,
     ),

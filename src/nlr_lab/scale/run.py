@@ -18,6 +18,7 @@ from nlr_lab.compare.model_trials import ModelTrials
 from nlr_lab.compare.record import RESULTS, clean, command_line, record_text
 from nlr_lab.compare.trial import Plan, TimeLimit
 from nlr_lab.compare.workers import check_workers
+from nlr_lab.runtime.processes import on_rank_0, rank
 from nlr_lab.runtime.storage import read_json, write_json, write_text
 from nlr_lab.training.arms import Arm
 from nonlinear_lowrank.errors import UserError
@@ -67,7 +68,8 @@ def run_ladder(
         check_workers(workers)
     for recipe in recipes.values():  # what makes no comparison says so here
         Plan(ModelTrials(recipe), arms, ladder.seeds, ladder.tune_lr, None, ladder.max_extensions)
-    _check(path, ladder)
+    ModelTrials(recipes[rungs[0]]).join(path)
+    on_rank_0(lambda: _check(path, ladder))
     options: dict[str, Any] = {"seeds": ladder.seeds, "tune_lr": ladder.tune_lr, "workers": workers, "quiet": quiet}
     options |= {"max_extensions": ladder.max_extensions, "timing_rounds": timing_rounds}
     command = command or command_line()
@@ -77,14 +79,15 @@ def run_ladder(
         grids = predicted["rates"]
         chosen = [replace(arm, grid=grids[arm.name]["grid"]) if arm.name in grids else arm for arm in arms]
         folder = path / rung.name
-        compare(trials.recipe, folder, arms=chosen, resume=folder.exists(), command=command, trials=trials, **options)
-        write(path, ladder, command)
-    if len({each["width"] for each in read_rungs(path) if each["tokens"] == following.tokens}) > 1:
+        resume = on_rank_0(folder.exists)
+        compare(trials.recipe, folder, arms=chosen, resume=resume, command=command, trials=trials, **options)
+        results = on_rank_0(lambda: write(path, command))
+    if len({each["width"] for each in results["rungs"] if each["tokens"] == following.tokens}) > 1:
         predict(path, ladder, following, arms, ModelTrials(ladder.recipe(following)), quiet=quiet)
-    return write(path, ladder, command)
+    return on_rank_0(lambda: write(path, command))
 
 
-def write(path: Path, ladder: Ladder, command: str) -> dict[str, Any]:
+def write(path: Path, command: str) -> dict[str, Any]:
     """Write record, picture and report of the rungs that the folder has, and return the record."""
     predicted = {file.stem: read_json(file) for file in sorted((path / PREDICTED).glob("*.json"))}
     shared = read_json(path / MARKER, settings=dict)["settings"]
@@ -119,18 +122,20 @@ def predict(
     """
     marker, file = path / MARKER, path / PREDICTED / f"{rung.name}.json"
     predicted: dict[str, Any] = {"width": rung.width, "tokens": rung.tokens, "rates": {}, "losses": {}}
-    if file.exists():
-        predicted = read_json(file, rates=dict, losses=dict)
-    rungs = read_rungs(path)
+    # Read before rank 0 writes.
+    begun, former, rungs = on_rank_0(
+        lambda: (marker.exists(), file.exists() and read_json(file, rates=dict, losses=dict), read_rungs(path))
+    )
+    predicted = former or predicted
     done: Mapping[str, Any] = next((each["arms"] for each in rungs if each["rung"] == rung.name), {})
     wanted = [arm for arm in arms if arm.name not in {*done, *predicted["losses"]}]
-    if marker.exists() and not wanted:
+    if begun and not wanted:
         return predicted
     trials.prepare(quiet=quiet)
-    if not marker.exists():
+    if not begun and rank() == 0:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(marker, {"settings": clean(ladder.shared()), "fingerprint": trials.fingerprint})
-    elif read_json(marker)["fingerprint"] != trials.fingerprint:
+    elif begun and read_json(marker)["fingerprint"] != trials.fingerprint:
         raise UserError(f"the runs in {path} are of other data; bring those back, or use another --out")
     smaller = [each for each in rungs if each["rung"] != rung.name and each["width"] <= rung.width]
     at_same = [each for each in smaller if each["tokens"] == rung.tokens]
@@ -150,9 +155,9 @@ def predict(
         compute = {name: FORWARD_AND_BACKWARD * tokens * each for name, each in flops.items() if each}
         for name, said in _losses(at_same, wanted, arms[0].name, compute).items():
             predicted["losses"][name] = {**said, **written, "rungs": _names(at_same)}
-    if predicted["rates"] or predicted["losses"]:
+    if rank() == 0 and (predicted["rates"] or predicted["losses"]):
         write_json(file, predicted)
-    return predicted
+    return on_rank_0(lambda: predicted)
 
 
 def _names(rungs: Sequence[Mapping[str, Any]]) -> list[str]:

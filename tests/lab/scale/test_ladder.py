@@ -12,7 +12,9 @@ from nlr_lab.recipes import get_recipe
 from nlr_lab.scale.ladder import SCALES, Rung, backbone, inner_parameters, scaled
 from nlr_lab.scale.report import render
 from nlr_lab.scale.run import run_ladder
+from nonlinear_lowrank.errors import UserError
 from pretraining_helpers import corpus
+from processes_helpers import run_processes
 from refusals import assert_refused
 
 ARMS = ("baseline:name=plain", "noble:rank_ratio=0.25,name=noble")
@@ -92,6 +94,7 @@ def test_climbs_goes_on_and_judges_what_it_predicted(climbed, capsys, monkeypatc
     report = (out / "report.md").read_text()
     assert "## Predicted: w32-t0.06" in report
     assert "**confirmed**" in report or "**refuted**" in report
+    assert "No joint law" in report
     assert (out / "ladder.png").stat().st_size > 1000
 
     # A rung that is stopped in its middle loses nothing of the others, and what one width tells is no law.
@@ -141,3 +144,43 @@ def test_every_scale_has_a_model_and_arms_at_every_width(scale):
         tokens = recipe.train.steps * recipe.train.batch_size * recipe.task.sequence_length
         assert tokens == pytest.approx(rung.tokens * inner_parameters(recipe.task.build_on_meta()), rel=0.05)
     assert Rung(width=48, tokens=20.0).name == "w48-t20"
+
+
+def test_memory_settings_leave_the_batch_and_the_folder_as_they_are():
+    plain, rung = SCALES["demo"], Rung(width=16, tokens=5.0)
+    saving = replace(plain, gradient_accumulation=4, gradient_checkpointing=True)
+    before, after = plain.recipe(rung).train, saving.recipe(rung).train
+    assert (after.gradient_accumulation, after.gradient_checkpointing) == (4, True)
+    assert replace(after, gradient_accumulation=1, gradient_checkpointing=False) == before
+    assert saving.shared() == plain.shared()
+    with pytest.raises(UserError, match="batch_size 8 does not split into gradient_accumulation 3"):
+        replace(plain, gradient_accumulation=3).recipe(rung)
+
+
+def test_the_scale_of_gpus_reaches_one_and_a_half_billion_parameters_in_small_micro_batches():
+    ladder = SCALES["gpu"]
+    largest = ladder.recipe(max(ladder.rungs(), key=lambda rung: rung.width))
+    assert sum(each.numel() for each in largest.task.build_on_meta().parameters()) > 1.4e9
+    assert largest.train.batch_size // largest.train.gradient_accumulation == 8
+
+
+SEVERAL = """
+import json, sys
+from nlr_lab.cli.main import main
+sys.exit(main(json.loads(sys.argv[1])))
+"""
+
+
+def test_two_processes_climb_as_one_does(tmp_path):
+    text = ["--source", corpus(tmp_path), "--cache-dir", tmp_path / "cache", "--widths", "16", "--seeds", "1"]
+    arms = ["--timing-rounds", "0", "--arms", *(f"{arm},lr=8e-3" for arm in ARMS)]
+    losses = []
+    for count, more in ((2, ()), (1, ("--gradient-accumulation", "2"))):
+        out = tmp_path / str(count)
+        arguments = ["scale", "--scale", "demo", "--out", out, *SIZES, *text, *arms, *more]
+        run_processes(SEVERAL, json.dumps(list(map(str, arguments))), count=count)
+        (rung,) = read(out / "results.json")["rungs"]
+        losses.append({name: arm["losses"] for name, arm in rung["arms"].items()})
+    assert losses[0].keys() == losses[1].keys() == {"plain", "noble"}
+    for name, own in losses[0].items():
+        assert own == pytest.approx(losses[1][name], rel=1e-4)
