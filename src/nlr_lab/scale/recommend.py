@@ -20,7 +20,7 @@ from nonlinear_lowrank.surgery.augment import augment
 from nonlinear_lowrank.surgery.budget import parse_budget
 
 from .fits import Interval
-from .ladder import ARMS, inner_parameters
+from .ladder import ARMS, RANKS, inner_parameters
 from .record import FORWARD_AND_BACKWARD, Record, laws_of
 
 FAR = 10.0
@@ -69,7 +69,7 @@ class Recommendation:
     seeds: int
     choices: tuple[Choice, ...]
     rank_ratio: float | None
-    """Highest rank of NOBLE within the budget, over a linear's smaller width, where the ladder's 1 / 8 is above it."""
+    """Highest rank of NOBLE within the budget, over a linear's smaller width, where all of the ladder's are above."""
     skipped: tuple[str, ...]
     """Arms without a prediction, with the reason."""
 
@@ -78,6 +78,13 @@ class Recommendation:
         """The arm within the budget that gains most in equal hours; None if none does."""
         gaining = [each for each in self.choices if each.fits and each.gains]
         return min(gaining, key=lambda each: each.hours.value if each.hours else 0.0, default=None)
+
+    @property
+    def highest(self) -> Choice | None:
+        """The highest rank of NOBLE within the budget that the ladder has, where it has higher ones too."""
+        nobles = [each for each in self.choices if each.arm.startswith("noble")]
+        within = [each for each in nobles if each.fits]
+        return max(within, key=lambda each: each.parameters) if within and len(within) < len(nobles) else None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"best": self.best and self.best.arm}
@@ -118,7 +125,7 @@ def recommend(
     trained = tokens * size
     compute = FORWARD_AND_BACKWARD * trained * base.flops
     reference, last = own[0]["reference"], own[-1]
-    known_arms = {arm.name: arm for arm in map(Arm.parse, ARMS)}
+    known_arms = {arm.name: arm for arm in map(Arm.parse, (*ARMS, *RANKS))}
     costs: dict[str, tuple[float, float]] = {}
     choices, skipped = [], []
     names = dict.fromkeys(name for rung in own for name in rung["arms"] if name != reference)
@@ -150,7 +157,7 @@ def recommend(
                 hours=longer and laws.predict(name, compute * (1 + flops), longer),
             )
         )
-    above = any(each.arm.startswith("noble") and not each.fits for each in choices)
+    above = {each.fits for each in choices if each.arm.startswith("noble")} == {False}
     return Recommendation(
         size=size,
         tokens=trained,
@@ -211,9 +218,11 @@ def sentence(found: Recommendation, budget: str | None) -> str:
             f"The model takes {found.times:.2g} times the FLOPs of the ladder's largest rung: laws are extrapolated "
             "that far, and their intervals know nothing of a law that bends. Climb further first: nlr scale."
         )
+    if (highest := found.highest) is not None:
+        lines.append(f"The highest rank of NOBLE within the budget that was measured: {highest.text}.")
     if found.rank_ratio is not None:
         lines.append(
-            f"NOBLE at the ladder's rank, width / 8, is above the budget; noble:rank_ratio={found.rank_ratio:.3g} is "
+            f"NOBLE at the ladder's ranks is above the budget; noble:rank_ratio={found.rank_ratio:.3g} is "
             "within it, and no size of that was measured."
         )
     return "\n".join(lines)

@@ -88,6 +88,17 @@ def test_the_lowest_loss_within_the_budget_is_recommended():
     assert f"rank_ratio={told.rank_ratio:.3g}" in sentence(told, "5% flops")
 
 
+def test_the_highest_measured_rank_within_the_budget_is_named():
+    ladder = rungs({"noble-4": 3.0, "noble": 2.0, "noble-16": 1.5})
+    told = found(ladder, budget="8%")
+    assert [each.fits for each in told.choices] == [False, False, True]
+    assert (told.best.arm, told.highest.arm, told.rank_ratio) == ("noble-16", "noble-16", None)
+    assert "that was measured: noble:rank_ratio=0.0625." in sentence(told, "8%")
+    assert found(ladder, budget="15%").highest.arm == "noble"
+    assert found(ladder).highest is None
+    assert found(ladder, budget="2%").rank_ratio < 0.0625
+
+
 def test_a_matched_control_costs_what_its_arm_does():
     told = found(rungs({"wide": 1.0, "noble": 2.0}))
     noble, wide = told.choices
