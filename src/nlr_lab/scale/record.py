@@ -169,7 +169,7 @@ def _joint(rungs: Sequence[Record]) -> dict[str, Any] | None:
     """
     if not rungs:
         return None
-    reference, found = rungs[0]["reference"], {}
+    reference, found = rungs[0]["reference"], dict[str, Any]()
     compute = max(rung["arms"][reference]["compute"] or 0 for rung in rungs)
     for name in dict.fromkeys(name for rung in rungs for name in rung["arms"]):
         found[name] = None
