@@ -65,7 +65,8 @@ class Arm:
             curve = run["curve"] if key == "final_loss" else run["score_curve"] or run["metric_curve"]
             points = [*(point for point in curve if point[0] < run["steps"]), (run["steps"], run[key])]
             step = ends[run["seed"]]["steps"] / ratio["median"]
-            found = float(np.interp(step, *np.array(points, dtype=np.float64).T, left=math.nan))
+            steps, values = np.array(points, dtype=np.float64).T
+            found = float(np.interp(step, steps, values, left=math.nan))
             return number(found) if math.isfinite(found) else None
 
         return over_seeds([then(run) for run in self.runs], "no evaluation before the reference had finished")
