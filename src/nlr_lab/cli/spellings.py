@@ -19,6 +19,8 @@ SAME = {
     "torch_compile": "compile",
     "torch_compile_mode": "compile_mode",
     "dataloader_num_workers": "dataloader_workers",
+    "label_smoothing_factor": "label_smoothing",
+    "neftune_noise_alpha": "embedding_noise",
     "block_size": "sequence_length",
     "tokenizer_name": "tokenizer",
 }

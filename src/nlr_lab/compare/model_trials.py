@@ -31,6 +31,7 @@ from nlr_lab.training.run import (
     training_arguments,
 )
 from nlr_lab.training.run_folder import FREE
+from nlr_lab.training.trainer import smoothed
 from nonlinear_lowrank.analysis.cost import active_parameters, model_cost
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.sine import SineLowRankLinear
@@ -162,8 +163,11 @@ def training_step(recipe: Recipe, arm: Arm, prepared: Any) -> Callable[[], None]
     def step() -> None:
         for _ in range(train.gradient_accumulation):
             with torch.autocast(device.type, torch.bfloat16, enabled=train.bf16):
-                loss = forward(**batch)["loss"] / train.gradient_accumulation
-            loss.backward()
+                outputs = forward(**batch)
+            loss = outputs["loss"]
+            if train.label_smoothing:
+                loss = smoothed(loss, outputs, batch["labels"], train.label_smoothing, prepared)
+            (loss / train.gradient_accumulation).backward()
         if train.max_grad_norm:
             nn.utils.clip_grad_norm_(trained, train.max_grad_norm)
         optimizer.step()

@@ -67,7 +67,8 @@ class Folder:
         for of, before, after in pairs:
             for name in sorted({*before, *after}):
                 old, new = before.get(name, "(absent)"), after.get(name, "(absent)")
-                if old != new and not name.endswith("source"):
+                # A setting that is newer than the runs is no difference while it is off.
+                if old != new and not name.endswith("source") and (name in before or new):
                     was = f"{name}{of} was {old!r} in {self.path} and is {new!r} now"
                     raise UserError(f"{was}; use the former value, another folder, or --overwrite")
 

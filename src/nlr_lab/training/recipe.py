@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import check_choice, check_integer, check_number, one_line
+from nonlinear_lowrank.validation import check_choice, check_integer, check_number, check_share, one_line
 
 if TYPE_CHECKING:
     from .arms import Arm
@@ -62,6 +62,11 @@ class TrainConfig:
     the same optimizer; learning rates begin anew."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm; 0: not clipped."""
+    label_smoothing: float = 0.0
+    """Share of each label, or of Mixup's mixture, that training spreads evenly over all classes; not in evaluation."""
+    embedding_noise: float = 0.0
+    """NEFTune's alpha: training adds noise to the token embeddings (B, T, d), uniform within alpha / sqrt(T d)
+    (arXiv 2310.05914, algorithm 1, with T the length of the batch)."""
     bf16: bool = False
     """Autocast to bfloat16; weights and optimizer stay as they are (float32, unless a checkpoint's dtype says so)."""
     fp8: bool = False
@@ -113,8 +118,9 @@ class TrainConfig:
         for name in ("lr", "epochs", "head_lr"):
             if name == "lr" or getattr(self, name) is not None:
                 check_number(name, getattr(self, name), above=0)
-        for name in ("weight_decay", "max_grad_norm", "warmup_share", "min_lr_share", "decay_share"):
+        for name in ("weight_decay", "max_grad_norm", "warmup_share", "min_lr_share", "decay_share", "embedding_noise"):
             check_number(name, getattr(self, name), minimum=0)
+        check_share("label_smoothing", self.label_smoothing)
         if self.fp8 and not self.bf16:
             raise UserError("fp8 is for the dense linears of a run in bfloat16; set bf16 too")
         check_choice("compile_mode", self.compile_mode, get_args(CompileMode))

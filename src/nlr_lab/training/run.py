@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
@@ -107,6 +108,8 @@ def run_training(
             raise UserError("the text is too short: it needs a sequence to train on and one to evaluate")
         if recipe.train.group_by_length and not prepared.lengths_vary:
             raise UserError("group_by_length is for batches of different lengths, and these are all of one; omit it")
+        if recipe.train.label_smoothing and prepared.score is not None and not prepared.classes:
+            raise UserError("label_smoothing is for a cross-entropy, and this task is a regression; omit it")
         prepared.check_batch(micro)
         train = recipe.train.resolved(len(prepared.train))
         arguments.max_steps, arguments.warmup_steps = train.steps, train.warmup_steps
@@ -122,6 +125,8 @@ def run_training(
         if recipe.task.pretrained:  # peft writes it into the adapter's config
             model.name_or_path = model.config.name_or_path = recipe.task.model.portable_name()
         model = apply_arm(recipe, arm, model, verbose=report and not quiet)
+        if train.embedding_noise and not _embeds_tokens(model):
+            raise UserError("embedding_noise is for token embeddings, and the model has none; omit it")
         if train.fp8:
             from .fp8 import to_float8
 
@@ -209,6 +214,14 @@ def _schedule(train: TrainConfig, lr: float) -> tuple[SchedulerType, dict[str, A
     return SchedulerType(train.schedule), {}
 
 
+def _embeds_tokens(model: Any) -> bool:
+    """Return whether a model's input is a table of embeddings; a user's function may have left none that says so."""
+    try:
+        return isinstance(model.get_input_embeddings(), nn.Embedding)
+    except (AttributeError, NotImplementedError):
+        return False
+
+
 def _optimizer_start(recipe: Recipe) -> Path | None:
     """Return the checkpoint whose optimizer's state the run begins with."""
     if not recipe.train.init_optimizer:
@@ -244,6 +257,7 @@ def training_arguments(recipe: Recipe, out: Path) -> TrainingArguments:
             weight_decay=train.weight_decay,
             warmup_steps=train.warmup_steps,
             max_grad_norm=train.max_grad_norm,
+            neftune_noise_alpha=train.embedding_noise or None,
             bf16=train.bf16 and not _uses_deepspeed(),
             torch_compile=train.compile,
             torch_compile_mode=train.compile_mode if train.compile else None,

@@ -149,6 +149,32 @@ class WarmOptimizer(TrainerCallback):
             files.read_optimizer(self.checkpoint, kwargs["model"], kwargs["optimizer"])
 
 
+def smoothed(
+    loss: torch.Tensor, outputs: Any, labels: torch.Tensor, share: float, prepared: Any, tokens: Any = None
+) -> torch.Tensor:
+    """Return a cross-entropy with a share of every label spread over all classes; it is linear in the labels.
+
+    Args:
+        loss: cross-entropy with the labels, scalar.
+        outputs: the model's, with logits (B, T, K), or (B, K) of classifiers.
+        labels: (B, T), (B,), or probabilities (B, K); -100 is not predicted.
+        share: of the labels.
+        prepared: the task's data.
+        tokens: what the loss is a sum over labels divided by; None: their number, a mean.
+
+    Raises:
+        UserError: the model returns no logits.
+    """
+    if (logits := outputs.get("logits")) is None:
+        raise UserError("label_smoothing needs logits, which the model does not return in training; omit it")
+    if prepared.score is None and prepared.predicts_next:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    logits = logits.float()
+    kept = torch.ones_like(labels[..., 0]) if labels.is_floating_point() else labels != -100
+    even = torch.where(kept.bool(), logits.logsumexp(-1) - logits.mean(-1), 0.0)
+    return (1 - share) * loss + share * even.sum() / (kept.sum() if tokens is None else tokens)
+
+
 class RunTrainer(Trainer):
     """Trainer with a fixed order of the data, exact resume, and a stop at the first loss that is not finite.
 
@@ -251,12 +277,16 @@ class RunTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        smoothing = self.config.label_smoothing
+        times = self.args.world_size if self.args.average_tokens_across_devices else 1
+        if smoothing:
+            tokens = None if num_items_in_batch is None else num_items_in_batch / times
+            loss = smoothed(loss, outputs, inputs["labels"], smoothing, self.prepared, tokens)
         # A router's load-balancing loss is a mean, and Trainer takes it for a micro-batch's share of a sum.
         if num_items_in_batch is not None and self._balances:
             share = 1 / self.current_gradient_accumulation_steps
-            times = self.args.world_size if self.args.average_tokens_across_devices else 1
             weight = self.plain_model().config.router_aux_loss_coef
-            loss = loss + (share - times) * weight * outputs["aux_loss"].to(loss.device)
+            loss = loss + (share - (1 - smoothing) * times) * weight * outputs["aux_loss"].to(loss.device)
         return (loss, outputs) if return_outputs else loss
 
     @functools.cached_property
