@@ -1,17 +1,20 @@
 """Trained NOBLE branches: their share of a layer's output, how far from affine and how steep they are, their worth.
 
-    python -m studies.branch.run DATA [--stage biases|inside|all] [--seeds 3] [--work FOLDER]
+    python -m studies.branch.run DATA [--stage biases|regularised|inside|all] [--seeds 3] [--work FOLDER]
 
 DATA holds ELTeC's English novels as `train.txt.xz` and `valid.txt.xz`. The model is that of studies/llm_small (GLM of
 width 128, no biases, 500 steps). Each stage continues where it was interrupted:
 
     biases    NOBLE of rank 8, plain linears, and plain linears with biases, which no arm of that study has; all with
               NOBLE's dense init, learning rates tuned
-    inside    NOBLE measured at five steps of each run on held-out sequences, maps fitted on one half and measured on
-              the other, and its losses beside those of the plain model of `biases`: branch.json, branch.png
+    regularised  NOBLE and the plain model of `biases` as they are, and with each of `CONDITIONS`; seeds are paired:
+              regularised.json
+    inside    NOBLE without any measured at five steps of each run on held-out sequences, maps fitted on one half and
+              measured on the other, and its losses beside those of the plain model: branch.json, branch.png
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +24,12 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from nlr_lab.compare.statistics import paired_mean
+from nlr_lab.compare.statistics import Estimate, holm, paired_mean
 from nlr_lab.runtime.environment import machine
 from nlr_lab.runtime.storage import write_json
 from nlr_lab.training import Arm, Recipe
 from nlr_lab.training.arms import apply_arm, build_model
+from nlr_lab.training.result import TrainResult
 from nlr_lab.training.run import run_training
 from nonlinear_lowrank import branches_disabled
 from nonlinear_lowrank.hub.loading import load_model
@@ -40,11 +44,23 @@ RATES = (2e-3, 4e-3, 8e-3)
 LR = 4e-3  # NOBLE's best in studies/llm_small
 STEPS = (0, 125, 250, 375, 500)
 JACOBIANS = 256  # tokens at which the branch's slope is taken
+PATHS, POINTS = 8, 33  # straight paths between the embeddings of two held-out sequences, and points on each
+HIGH = 4  # half periods a path from which a frequency is high
+CONDITIONS: dict[str, dict[str, float]] = {
+    "none": {},
+    "weight decay 0": {"weight_decay": 0.0},
+    "weight decay 0.1": {"weight_decay": 0.1},
+    "dropout 0.1": {"dropout": 0.1},
+    "label smoothing 0.1": {"label_smoothing": 0.1},
+    # Alpha 50 is noise of standard deviation 0.23 beside embeddings of 1; NEFTune's 5 to 15 are for embeddings of 0.02.
+    "embedding noise 50": {"embedding_noise": 50.0},
+}
+"""What is changed in training: of the backbone its dropout, the rest of `TrainConfig`, whose weight decay is 0.01."""
 
 
 def main() -> None:
     parser = study_parser(__doc__, "branch", "data")
-    parser.add_argument("--stage", choices=("inside", "biases", "all"), default="all")
+    parser.add_argument("--stage", choices=("biases", "regularised", "inside", "all"), default="all")
     given = parser.parse_args()
     from studies.llm_small.run import recipe  # a script itself, which `--help` leaves alone
 
@@ -54,6 +70,8 @@ def main() -> None:
             how = f"python -m studies.branch.run DATA --stage biases --seeds {given.seeds}"
             options = {"arms": list(map(Arm.parse, ARMS)), "seeds": given.seeds, "tune_lr": RATES}
             run_study(base, given.work / "biases", HERE, "biases", command=how, timing_rounds=0, **options)
+        if given.stage in ("regularised", "all"):
+            regularised(base, given)
         if given.stage in ("inside", "all"):
             inside(base, given)
 
@@ -66,33 +84,112 @@ def with_biases(model: nn.Module) -> nn.Module:
     return model
 
 
+def trained(
+    base: Recipe, given: Any, prepared: Any, condition: str, arm: str, seed: int
+) -> tuple[Recipe, TrainResult, Path]:
+    """Train an arm under a condition, or find it trained; return its recipe, its result and its folder."""
+    changes = dict(CONDITIONS[condition])
+    backbone = replace(base.task.backbone, dropout=changes.pop("dropout", 0.0))
+    train = replace(base.train, lr=LR, seed=seed, threads=given.threads, eval_every=STEPS[-1], **changes)
+    train = replace(train, save_every=STEPS[1], keep_checkpoints=1 if changes else len(STEPS))
+    task = replace(base.task, backbone=backbone)
+    run = replace(base, name="branch", arm=Arm.parse(arm), task=task, train=train)
+    out = given.work / "runs" / condition.replace(" ", "-") / run.arm.name / f"seed-{seed}"
+    result = run_training(run, out, resume=out.exists(), prepared=prepared, quiet=True)
+    print(f"{condition}, {run.arm.name}, seed {seed}: {result.final_loss:.4f}, {result.seconds:.0f} s", flush=True)
+    return run, result, out
+
+
+def regularised(base: Recipe, given: Any) -> None:
+    """Train both arms under every condition and compare what each does to NOBLE's lead and to its branches' share."""
+    prepared = base.task.prepare()
+    tokens = _halves(prepared)[1]
+    losses: dict[str, dict[str, list[float]]] = {name: {arm: [] for arm in ARMS[:2]} for name in CONDITIONS}
+    shares: dict[str, list[float]] = {name: [] for name in CONDITIONS}
+    for seed in range(1, given.seeds + 1):
+        for condition in CONDITIONS:
+            for arm in ARMS[:2]:
+                _, result, out = trained(base, given, prepared, condition, arm, seed)
+                assert result.final_loss is not None
+                losses[condition][arm].append(result.final_loss)
+                if arm == ARMS[0]:
+                    shares[condition].append(_mean_share(load_model(out / "model"), tokens))
+    leads = {name: _less(*found.values()) for name, found in losses.items()}
+    changed = [name for name in CONDITIONS if name != "none"]
+    found = {
+        "lead": _tested({name: leads[name] for name in CONDITIONS}),
+        "lead_since_none": _tested({name: _less(leads[name], leads["none"]) for name in changed}),
+        "share_since_none": _tested({name: _less(shares[name], shares["none"]) for name in changed}),
+        **{
+            f"{which}_since_none": _tested({name: _less(losses[name][arm], losses["none"][arm]) for name in changed})
+            for which, arm in (("noble", ARMS[0]), ("plain", ARMS[1]))
+        },
+    }
+    record = {
+        "command": f"python -m studies.branch.run DATA --stage regularised --seeds {given.seeds}",
+        "settings": {"lr": LR, "steps": STEPS[-1], "conditions": CONDITIONS},
+        "machine": machine(given.threads),
+        "versions": versions(),
+        "n": given.seeds,
+        "losses": {name: {which: list(own) for which, own in each.items()} for name, each in losses.items()},
+        "shares": shares,
+        **found,
+    }
+    write_json(HERE / "regularised.json", record)
+
+
+def _less(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    return [own - its for own, its in zip(one, other, strict=True)]
+
+
+def _tested(differences: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
+    """Return t intervals and p-values of differences over seeds, adjusted by Holm over the family."""
+    found = {name: paired_mean(each) for name, each in differences.items()}
+    adjusted = holm([each.p_value for each in found.values()])
+    return {name: vars(each) | {"p_holm": p} for (name, each), p in zip(found.items(), adjusted, strict=True)}
+
+
+@torch.no_grad()
+def _mean_share(model: nn.Module, tokens: Tensor) -> float:
+    """Return the branches' share of the output's variance, mean over layers."""
+    layers = _layers(model.eval())
+    inputs = _inputs(layers, lambda: _loss(model, tokens))
+    branches = {name: _branch(x, layers[name].branch()) for name, x in inputs.items()}
+    return sum(_spread(y) / _spread(y + layers[name].dense(inputs[name])) for name, y in branches.items()) / len(layers)
+
+
 def inside(base: Recipe, given: Any) -> None:
     """Train NOBLE over seeds and measure its branches."""
-    train = replace(base.train, lr=LR, save_every=STEPS[1], keep_checkpoints=len(STEPS), threads=given.threads)
-    base = replace(base, name="branch", arm=Arm.parse(ARMS[0]), train=train)
     prepared = base.task.prepare()
     halves = _halves(prepared)
     seeds, plain = {}, []
     for seed in range(1, given.seeds + 1):
-        run = replace(base, train=replace(base.train, seed=seed))
-        out = given.work / f"seed-{seed}"
-        result = run_training(run, out, resume=out.exists(), prepared=prepared, quiet=True)
+        run, result, out = trained(base, given, prepared, "none", ARMS[0], seed)
         models = [apply_arm(run, run.arm, build_model(run, prepared))]
         models += [load_model(out / "checkpoints" / f"step-{step:06d}") for step in STEPS[1:]]
         rows = [measure(model, halves) for model in models]
         _drift(rows)
         seeds[str(seed)] = {"final_loss": result.final_loss, "steps": dict(zip(map(str, STEPS), rows, strict=True))}
-        (model,) = given.work.glob(f"biases/runs/baseline-init-noble/lr-{LR:g}/seed-{seed}/model")
-        plain.append(_loss(load_model(model).eval(), halves[1]))
-        print(f"seed {seed}: final loss {result.final_loss:.4f}")
+        plain_run = trained(base, given, prepared, "none", ARMS[1], seed)[2]
+        plain.append(_loss(load_model(plain_run / "model").eval(), halves[1]))
     last = [seed["steps"][str(STEPS[-1])]["losses"] for seed in seeds.values()]
     record = {
         "command": f"python -m studies.branch.run DATA --stage inside --seeds {given.seeds}",
-        "settings": {"arm": ARMS[0], "lr": LR, "steps": STEPS, "tokens": 2 * halves[0].numel()},
+        "settings": {
+            "arm": ARMS[0],
+            "lr": LR,
+            "steps": STEPS,
+            "tokens": 2 * halves[0].numel(),
+            "paths": PATHS,
+            "points": POINTS,
+            "high": HIGH,
+        },
         "machine": machine(given.threads),
         "versions": versions(),
         "n": given.seeds,
         "steps": summary(seeds),
+        "layers": _by_layer(seeds),
+        "intervals": _intervals(seeds),
         # Held-out loss at the end, less that of the plain model of the same seed.
         "against_plain": {
             change: vars(paired_mean([row[change] - own for row, own in zip(last, plain, strict=True)]))
@@ -113,16 +210,16 @@ def _halves(prepared: Any) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def measure(model: nn.Module, halves: tuple[Tensor, Tensor]) -> dict[str, Any]:
     """Return losses of the model with its branches changed, and numbers of each layer."""
-    model.eval()
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, NobleLinear)}
-    fit, test = (_inputs(model, layers, tokens) for tokens in halves)
+    layers = _layers(model.eval())
+    fit, test = (_inputs(layers, lambda tokens=tokens: _loss(model, tokens)) for tokens in halves)
+    high = _high(model, layers, halves[1])
     affine, mean, rows = {}, {}, {}
     for name, layer in layers.items():
         branch = layer.branch()
         wanted = _branch(fit[name], branch)
         affine[name] = _affine(fit[name], wanted)
         mean[name] = wanted.mean(0)
-        rows[name] = _layer(layer, branch, test[name], affine[name])
+        rows[name] = _layer(layer, branch, test[name], affine[name]) | high[name]
     losses = {
         "intact": _loss(model, halves[1]),
         "affine": _loss(model, halves[1], _replaced(layers, lambda name, x: _apply(affine[name], x))),
@@ -132,14 +229,18 @@ def measure(model: nn.Module, halves: tuple[Tensor, Tensor]) -> dict[str, Any]:
     return {"losses": losses, "layers": rows}
 
 
-def _inputs(model: nn.Module, layers: dict[str, NobleLinear], tokens: Tensor) -> dict[str, Tensor]:
-    """Return the inputs of every layer: (tokens, d_in)."""
+def _layers(model: nn.Module) -> dict[str, NobleLinear]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, NobleLinear)}
+
+
+def _inputs(layers: dict[str, NobleLinear], run: Callable[[], Any]) -> dict[str, Tensor]:
+    """Return the inputs that every layer has in a run of the model: (tokens, d_in)."""
     found: dict[str, list[Tensor]] = {name: [] for name in layers}
     hooks = [
         layer.register_forward_pre_hook(lambda _, given, name=name: found[name].append(given[0].flatten(0, -2)))
         for name, layer in layers.items()
     ]
-    _loss(model, tokens)
+    run()
     for hook in hooks:
         hook.remove()
     return {name: torch.cat(parts) for name, parts in found.items()}
@@ -172,6 +273,8 @@ def _layer(layer: NobleLinear, branch: Branch, x: Tensor, affine: Tensor) -> dic
     angles = _angles(x, branch)
     slopes = [_slope([angle[k] for angle in angles], branch) for k in range(0, len(x), max(1, len(x) // JACOBIANS))]
     steepest = float(torch.linalg.matrix_norm(layer.dense.weight, 2))
+    of_mean, of_dense, within = _spectra(angles, branch, layer.dense.weight)
+    first = of_dense[: len(of_mean)]
     return {
         "share": _spread(added) / _spread(added + dense),
         "not_affine": rest,
@@ -179,7 +282,14 @@ def _layer(layer: NobleLinear, branch: Branch, x: Tensor, affine: Tensor) -> dic
         "angle_2": float(angles[1].std(0).mean()),
         "slope": sum(slopes) / len(slopes) / steepest,
         "largest_slope": max(slopes) / steepest,
-        "stable_rank_dense": float(layer.dense.weight.square().sum()) / steepest**2,
+        # Of the mean Jacobian, and of the dense weight, whole and in its first r directions.
+        "slope_of_mean": float(of_mean[0]) / steepest,
+        "stable_rank": _stable_rank(of_mean),
+        "stable_rank_dense": _stable_rank(of_dense),
+        "stable_rank_dense_first": _stable_rank(first),
+        "first_dense": float(first.square().sum() / of_dense.square().sum()),
+        "within_first": within,
+        "within_first_by_chance": len(first) / branch.down.shape[1],
         "frequency_1": branch.frequencies[0].tolist(),
         "frequency_2": branch.frequencies[1].tolist(),
     }
@@ -196,6 +306,38 @@ def _slope(angles: list[Tensor], branch: Branch) -> float:
     outer, inner = (-angle.sin() * w for angle, w in zip(reversed(angles), reversed(branch.frequencies), strict=True))
     up, down = torch.linalg.qr(branch.up).R, torch.linalg.qr(branch.down.T).R
     return float(torch.linalg.matrix_norm(up * outer @ branch.mixes[0] * inner @ down.T, 2))
+
+
+def _spectra(angles: list[Tensor], branch: Branch, weight: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Return the singular values (r,) of the branch's Jacobian, mean over tokens, all of the dense weight, and the
+    share of that Jacobian's square that is in the r input directions which the dense weight amplifies most."""
+    inner, outer = (-angle.sin() * w for angle, w in zip(angles, branch.frequencies, strict=True))
+    jacobian = branch.up @ (outer.T @ inner / len(inner) * branch.mixes[0]) @ branch.down
+    _, values, directions = torch.linalg.svd(weight, full_matrices=False)
+    within = (jacobian @ directions[: len(branch.down)].T).square().sum() / jacobian.square().sum()
+    return torch.linalg.svdvals(jacobian)[: len(branch.down)], values, float(within)
+
+
+def _stable_rank(values: Tensor) -> float:
+    return float(values.square().sum() / values[0] ** 2)
+
+
+@torch.no_grad()
+def _high(model: Any, layers: dict[str, NobleLinear], tokens: Tensor) -> dict[str, dict[str, float]]:
+    """Return, of the power with which branch and dense path change along straight paths between the embeddings of two
+    sequences, the share at HIGH half periods a path and above; of a straight line it is 0.002."""
+    points = torch.arange(POINTS)
+    basis = torch.cos(math.pi / POINTS * torch.arange(1, POINTS)[:, None] * (points + 0.5))  # the DCT's, but its mean
+    power = {name: torch.zeros(2, POINTS - 1) for name in layers}
+    embed, weight = model.get_input_embeddings(), (points / (POINTS - 1))[:, None, None]
+    for one, other in zip(tokens[:PATHS], tokens[PATHS : 2 * PATHS], strict=True):
+        path = embed(one) * (1 - weight) + embed(other) * weight
+        inputs = _inputs(layers, lambda path=path: model(inputs_embeds=path, use_cache=False))
+        for name, x in inputs.items():
+            for row, y in zip(power[name], (_branch(x, layers[name].branch()), layers[name].dense(x)), strict=True):
+                row += (basis @ y.reshape(POINTS, -1)).square().sum(1)
+    high = {name: each[:, HIGH - 1 :].sum(1) / each.sum(1) for name, each in power.items()}
+    return {name: {"high": float(own), "high_dense": float(dense)} for name, (own, dense) in high.items()}
 
 
 @torch.no_grad()
@@ -263,6 +405,46 @@ def _by_kind(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         kind: {key: sum(each[key] for each in found) / len(found) for key in ("share", "not_affine", "slope")}
         for kind, found in kinds.items()
     }
+
+
+_OVER_STEPS = ("share", "not_affine", "slope", "high", "high_dense")
+
+
+def _by_layer(seeds: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return numbers of each layer, means over seeds in the layers' order: all at the end, some at every step."""
+    found: dict[str, dict[str, Any]] = {}
+    for step in map(str, STEPS):
+        rows = [seed["steps"][step]["layers"] for seed in seeds.values()]
+        keys = next(iter(rows[0].values())) if step == str(STEPS[-1]) else _OVER_STEPS
+        found[step] = {
+            key: [float(f"{sum(row[name][key] for row in rows) / len(rows):.3g}") for name in rows[0]] for key in keys
+        }
+    return {"names": {str(place): name for place, name in enumerate(rows[0])}, **found}
+
+
+def _intervals(seeds: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return means over layers with their t intervals over seeds: at the end, since the start, and the branch less the
+    dense path."""
+    start, end = (
+        [
+            {key: sum(layer[key] for layer in layers) / len(layers) for key in layers[0]}
+            for seed in seeds.values()
+            if (layers := list(seed["steps"][str(step)]["layers"].values()))
+        ]
+        for step in (STEPS[0], STEPS[-1])
+    )
+    own, dense = ([[row[key] for row in rows] for rows in (start, end)] for key in ("high", "high_dense"))
+    found: dict[str, Estimate] = {key: paired_mean([row[key] for row in end]) for key in end[0]}
+    found |= {
+        "high less dense, start": paired_mean(_less(own[0], dense[0])),
+        "high less dense": paired_mean(_less(own[1], dense[1])),
+        "high since the start": paired_mean(_less(own[1], own[0])),
+        "high_dense since the start": paired_mean(_less(dense[1], dense[0])),
+        "stable_rank less that of the dense weight's first": paired_mean(
+            [row["stable_rank"] - row["stable_rank_dense_first"] for row in end]
+        ),
+    }
+    return {name: {key: vars(each)[key] for key in ("value", "low", "high", "n")} for name, each in found.items()}
 
 
 def draw(found: dict[str, Any], file: Path) -> None:
