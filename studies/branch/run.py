@@ -1,16 +1,16 @@
 """Trained NOBLE branches: their share of a layer's output, how far from affine and how steep they are, their worth.
 
-    python -m studies.branch.run DATA [--stage biases|regularised|inside|all] [--seeds 3] [--work FOLDER]
+    python -m studies.branch.run DATA [--stage biases|inside|layers|regularised|all] [--seeds 3] [--work FOLDER]
 
 DATA holds ELTeC's English novels as `train.txt.xz` and `valid.txt.xz`. The model is that of studies/llm_small (GLM of
 width 128, no biases, 500 steps). Each stage continues where it was interrupted:
 
     biases    NOBLE of rank 8, plain linears, and plain linears with biases, which no arm of that study has; all with
               NOBLE's dense init, learning rates tuned
-    regularised  NOBLE and the plain model of `biases` as they are, and with each of `CONDITIONS`; seeds are paired:
-              regularised.json
-    inside    NOBLE without any measured at five steps of each run on held-out sequences, maps fitted on one half and
-              measured on the other, and its losses beside those of the plain model: branch.json, branch.png
+    inside    NOBLE measured at five steps of each run on held-out sequences, maps fitted on one half and measured on
+              the other, and its losses beside those of the plain model of `biases`: branch.json, branch.png
+    layers    the same runs layer by layer: shares, spectra, frequencies along straight paths: layers.json
+    regularised  NOBLE and the plain model as they are, and with each of `CONDITIONS`, seeds paired: regularised.json
 """
 
 import math
@@ -52,7 +52,7 @@ CONDITIONS: dict[str, dict[str, float]] = {
     "weight decay 0.1": {"weight_decay": 0.1},
     "dropout 0.1": {"dropout": 0.1},
     "label smoothing 0.1": {"label_smoothing": 0.1},
-    # Alpha 50 is noise of standard deviation 0.23 beside embeddings of 1; NEFTune's 5 to 15 are for embeddings of 0.02.
+    # Noise of standard deviation 0.23 on embeddings that start at 1.
     "embedding noise 50": {"embedding_noise": 50.0},
 }
 """What is changed in training: of the backbone its dropout, the rest of `TrainConfig`, whose weight decay is 0.01."""
@@ -60,7 +60,7 @@ CONDITIONS: dict[str, dict[str, float]] = {
 
 def main() -> None:
     parser = study_parser(__doc__, "branch", "data")
-    parser.add_argument("--stage", choices=("biases", "regularised", "inside", "all"), default="all")
+    parser.add_argument("--stage", choices=("biases", "inside", "layers", "regularised", "all"), default="all")
     given = parser.parse_args()
     from studies.llm_small.run import recipe  # a script itself, which `--help` leaves alone
 
@@ -70,10 +70,10 @@ def main() -> None:
             how = f"python -m studies.branch.run DATA --stage biases --seeds {given.seeds}"
             options = {"arms": list(map(Arm.parse, ARMS)), "seeds": given.seeds, "tune_lr": RATES}
             run_study(base, given.work / "biases", HERE, "biases", command=how, timing_rounds=0, **options)
-        if given.stage in ("regularised", "all"):
-            regularised(base, given)
-        if given.stage in ("inside", "all"):
-            inside(base, given)
+        stages = {"inside": inside, "layers": by_layer, "regularised": regularised}
+        for name, stage in stages.items():
+            if given.stage in (name, "all"):
+                stage(base, given)
 
 
 def with_biases(model: nn.Module) -> nn.Module:
@@ -158,38 +158,49 @@ def _mean_share(model: nn.Module, tokens: Tensor) -> float:
     return sum(_spread(y) / _spread(y + layers[name].dense(inputs[name])) for name, y in branches.items()) / len(layers)
 
 
+def _measured(base: Recipe, given: Any, prepared: Any, seed: int) -> dict[str, Any]:
+    """Train NOBLE and measure its branches: {step: what `measure` returns}."""
+    run, _, out = trained(base, given, prepared, "none", ARMS[0], seed)
+    models = [apply_arm(run, run.arm, build_model(run, prepared))]
+    models += [load_model(out / "checkpoints" / f"step-{step:06d}") for step in STEPS[1:]]
+    rows = [measure(model, _halves(prepared)) for model in models]
+    _drift(rows)
+    return dict(zip(map(str, STEPS), rows, strict=True))
+
+
+def by_layer(base: Recipe, given: Any) -> None:
+    """Measure the branches of NOBLE's runs layer by layer."""
+    prepared = base.task.prepare()
+    seeds = [_measured(base, given, prepared, seed) for seed in range(1, given.seeds + 1)]
+    record = {
+        "command": f"python -m studies.branch.run DATA --stage layers --seeds {given.seeds}",
+        "settings": {"arm": ARMS[0], "lr": LR, "steps": STEPS, "paths": PATHS, "points": POINTS, "high": HIGH},
+        "machine": machine(given.threads),
+        "versions": versions(),
+        "n": given.seeds,
+        "layers": _layer_means(seeds),
+        "intervals": _intervals(seeds),
+    }
+    write_json(HERE / "layers.json", record)
+
+
 def inside(base: Recipe, given: Any) -> None:
     """Train NOBLE over seeds and measure its branches."""
     prepared = base.task.prepare()
     halves = _halves(prepared)
     seeds, plain = {}, []
     for seed in range(1, given.seeds + 1):
-        run, result, out = trained(base, given, prepared, "none", ARMS[0], seed)
-        models = [apply_arm(run, run.arm, build_model(run, prepared))]
-        models += [load_model(out / "checkpoints" / f"step-{step:06d}") for step in STEPS[1:]]
-        rows = [measure(model, halves) for model in models]
-        _drift(rows)
-        seeds[str(seed)] = {"final_loss": result.final_loss, "steps": dict(zip(map(str, STEPS), rows, strict=True))}
+        seeds[str(seed)] = {"steps": _measured(base, given, prepared, seed)}
         plain_run = trained(base, given, prepared, "none", ARMS[1], seed)[2]
         plain.append(_loss(load_model(plain_run / "model").eval(), halves[1]))
     last = [seed["steps"][str(STEPS[-1])]["losses"] for seed in seeds.values()]
     record = {
         "command": f"python -m studies.branch.run DATA --stage inside --seeds {given.seeds}",
-        "settings": {
-            "arm": ARMS[0],
-            "lr": LR,
-            "steps": STEPS,
-            "tokens": 2 * halves[0].numel(),
-            "paths": PATHS,
-            "points": POINTS,
-            "high": HIGH,
-        },
+        "settings": {"arm": ARMS[0], "lr": LR, "steps": STEPS, "tokens": 2 * halves[0].numel()},
         "machine": machine(given.threads),
         "versions": versions(),
         "n": given.seeds,
         "steps": summary(seeds),
-        "layers": _by_layer(seeds),
-        "intervals": _intervals(seeds),
         # Held-out loss at the end, less that of the plain model of the same seed.
         "against_plain": {
             change: vars(paired_mean([row[change] - own for row, own in zip(last, plain, strict=True)]))
@@ -410,11 +421,11 @@ def _by_kind(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 _OVER_STEPS = ("share", "not_affine", "slope", "high", "high_dense")
 
 
-def _by_layer(seeds: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _layer_means(seeds: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return numbers of each layer, means over seeds in the layers' order: all at the end, some at every step."""
     found: dict[str, dict[str, Any]] = {}
     for step in map(str, STEPS):
-        rows = [seed["steps"][step]["layers"] for seed in seeds.values()]
+        rows = [seed[step]["layers"] for seed in seeds]
         keys = next(iter(rows[0].values())) if step == str(STEPS[-1]) else _OVER_STEPS
         found[step] = {
             key: [float(f"{sum(row[name][key] for row in rows) / len(rows):.3g}") for name in rows[0]] for key in keys
@@ -422,14 +433,14 @@ def _by_layer(seeds: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {"names": {str(place): name for place, name in enumerate(rows[0])}, **found}
 
 
-def _intervals(seeds: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _intervals(seeds: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return means over layers with their t intervals over seeds: at the end, since the start, and the branch less the
     dense path."""
     start, end = (
         [
             {key: sum(layer[key] for layer in layers) / len(layers) for key in layers[0]}
-            for seed in seeds.values()
-            if (layers := list(seed["steps"][str(step)]["layers"].values()))
+            for seed in seeds
+            if (layers := list(seed[str(step)]["layers"].values()))
         ]
         for step in (STEPS[0], STEPS[-1])
     )

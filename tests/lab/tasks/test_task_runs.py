@@ -15,7 +15,7 @@ from nlr_lab.training import Arm, Recipe, run_training
 from nlr_lab.training.result import TrainResult
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub import load_model
-from training_helpers import SEEN
+from training_helpers import SEEN, FakeText, make_recipe, tiny_recipe
 
 KINDS = ("masked", "vit", "convnext")
 ARMS = {"masked": "noble:rank=4", "vit": "noble:rank=4", "convnext": helpers.LAST_STAGE}
@@ -48,6 +48,41 @@ def test_arms_see_the_same_data_in_every_micro_batch(tmp_path, kind):
         labels = seen["a"]["labels"]
         assert labels.shape == (24, 3)
         assert ((labels > 0).sum(1) == 2).any(), "labels are mixed"
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("kind", ["next", "masked", "mixed", "classes", "answers"])
+def test_smoothed_labels_are_those_of_torch_in_training_alone(tmp_path, kind, micro):
+    # With a learning rate of next to nothing the model is that of the start.
+    finetune_helpers.encoder(tmp_path / "bert", dropout=0.0)
+    task = {
+        "next": lambda: make_recipe(dropout=0.0).task,
+        "masked": lambda: helpers.masked_task(helpers.corpus(tmp_path), cache_dir=str(tmp_path / "cache")),
+        "mixed": lambda: helpers.image_task(tmp_path, {"flip": True}),
+        "classes": lambda: finetune_helpers.glue_task(tmp_path),
+        "answers": lambda: finetune_helpers.instruction_task(tmp_path),
+    }[kind]()
+    prepared = FakeText() if kind == "next" else task.prepare(progress=False)
+    settings = {"lr": 1e-30, "steps": 2, "log_every": 2, "eval_every": 2, "gradient_accumulation": micro}
+    found = {}
+    for share in (0.0, 0.2):
+        SEEN.clear()
+        own = tiny_recipe(task, "training_helpers:spy", label_smoothing=share, **settings)
+        found[share] = run_training(own, tmp_path / str(share), prepared=prepared, quiet=True)
+    assert found[0.2].curve == found[0.0].curve
+    model, smooth = load_model(tmp_path / "0.0" / "model").eval(), []
+    for start in range(0, len(SEEN), micro):
+        logits, labels = [], []
+        for batch in SEEN[start : start + micro]:
+            with torch.no_grad():
+                found_logits = model(**{name: each for name, each in batch.items() if name != "labels"}).logits
+            shift = kind in ("next", "answers")
+            logits.append((found_logits[:, :-1] if shift else found_logits).flatten(0, -2))
+            labels.append(batch["labels"][:, 1:].flatten() if shift else batch["labels"])
+        labels = torch.cat(labels) if kind == "mixed" else torch.cat([each.flatten() for each in labels])
+        smooth.append(torch.nn.functional.cross_entropy(torch.cat(logits), labels, label_smoothing=0.2).item())
+    assert found[0.2].train_curve[-1][1] == pytest.approx(sum(smooth) / 2, rel=1e-5)
+    assert found[0.2].train_curve != found[0.0].train_curve
 
 
 @pytest.mark.parametrize("kind", KINDS)
