@@ -112,6 +112,20 @@ def spy(model: nn.Module, draws: int = 0) -> nn.Module:
     return before_training(model, 0, note)
 
 
+EMBEDDED: list[torch.Tensor] = []
+
+
+def watch_embeddings(model: nn.Module) -> nn.Module:
+    """Notes in EMBEDDED what the first block is given in training."""
+
+    def note(block: nn.Module, args: Any) -> None:
+        if block.training:
+            EMBEDDED.append(args[0].detach().clone())
+
+    model.model.layers[0].register_forward_pre_hook(note)
+    return model
+
+
 def poison(model: nn.Module, at: int = 1) -> nn.Module:
     """The loss of the `at`-th training batch is not a number; of batch 0, that of every evaluation."""
     batches = itertools.count(1)

@@ -79,6 +79,7 @@ NAMED = [  # fields whose values are refused by a line that names the field
     (train, {"lr": (0.0, -1.0, INFINITE, NAN, "fast"), "betas": ((0.9,), (0.9, 1.0)), "weight_decay": (-1,)}),
     (train, {"schedule": ("step",), "optimizer": ("sgd",), "max_grad_norm": (-1.0,), "seed": (-1, 2**31)}),
     (train, {"min_lr_share": (-0.1, NAN), "decay_share": (-0.1, 1.5)}),
+    (train, {"label_smoothing": (-0.1, 1.0, NAN), "embedding_noise": (-1.0, NAN)}),
     (train, dict.fromkeys(("epochs", "eval_every", "save_every", "keep_checkpoints", "log_every", "threads"), (0,))),
     (train, {"eval_batch_size": (0,), "dataloader_workers": (-1,), "warmup_share": (1.0,)}),
     (FieldConfig, {"width": (0,), "hidden_layers": (-1,), "spread": (0.0,), "activation": ("tanh",)}),

@@ -15,6 +15,7 @@ from nlr_lab.cli.train import TrainOptions
 from nlr_lab.recipes import get_recipe
 
 VALUES = {"out": "runs/mine", "tracker": "none", "compile_mode": "default", "tokenizer": "gpt2", "compile": None}
+VALUES["label_smoothing"] = "0.25"
 SCRIPTS = {"block_size", "tokenizer_name", "warmup_ratio"}  # of transformers' example scripts, and of its version 4
 
 

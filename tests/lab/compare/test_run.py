@@ -311,6 +311,18 @@ def test_refuses_changed_settings_by_name(go, recipe, tmp_path):
     go(recipe=longer, arms=(BASE, NOBLE), seeds=1, overwrite=True)
 
 
+def test_setting_newer_than_the_runs_is_no_difference_while_it_is_off(go, recipe, tmp_path):
+    go(arms=(BASE, NOBLE), seeds=1)
+    marker = tmp_path / "out" / "compare.json"
+    record = json.loads(marker.read_text())
+    assert record["settings"].pop("train.label_smoothing") == 0
+    marker.write_text(json.dumps(record))
+    smooth = replace(recipe, train=replace(recipe.train, label_smoothing=0.1))
+    refused = r"train.label_smoothing was '\(absent\)' in .* and is 0.1 now"
+    assert_refused(refused, go, recipe=smooth, arms=(BASE, NOBLE), seeds=1, resume=True)
+    go(arms=(BASE, NOBLE), seeds=1, resume=True)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"settings": 3}'])
 def test_refuses_a_broken_marker(go, tmp_path, text):
     (tmp_path / "out").mkdir()

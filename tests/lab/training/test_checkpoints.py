@@ -141,6 +141,7 @@ def finished(tmp_path_factory):
         pytest.param({"arm": "baseline", "schedule": "cosine", "gradient_accumulation": 4}, id="accumulated"),
         pytest.param({"arm": "training_helpers:plain_module"}, id="not-a-transformers-model"),
         pytest.param({"bf16": True, "max_grad_norm": 0.0}, id="bf16-unclipped"),
+        pytest.param({"embedding_noise": 5.0, "label_smoothing": 0.1}, id="noise-smoothing"),
     ],
 )
 def test_resuming_anywhere_gives_the_same_bits(finished, tmp_path, settings):

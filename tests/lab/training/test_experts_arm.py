@@ -111,6 +111,10 @@ def test_load_balancing_loss_is_in_training_alone(tmp_path):
     split, same = losses(tmp_path / "split", 5.0, gradient_accumulation=4, **known)
     assert same == pytest.approx(evaluated), "batches of the evaluation are micro-batches"
     assert split - plain == pytest.approx(5.0 * 2, rel=0.05)
+    # Smoothed labels leave it as it is.
+    smooth, _ = losses(tmp_path / "smooth", 0.0, label_smoothing=0.5, **known)
+    both, _ = losses(tmp_path / "both", 5.0, label_smoothing=0.5, gradient_accumulation=2, **known)
+    assert both - smooth == pytest.approx(5.0 * 2, rel=0.05)
 
 
 def test_compares_experts_at_the_flops_of_a_method(tmp_path):

@@ -125,6 +125,15 @@ def test_arms_that_do_not_fit(root):
     assert_refused("init= is for", task.build_model, None, "noble")
 
 
+def test_losses_that_cannot_be_smoothed_and_inputs_without_embeddings_are_refused(root, tmp_path):
+    for task, settings, words in (
+        (helpers.glue_task(root, "stsb"), {"label_smoothing": 0.1}, "for a cross-entropy, and this task is a regress"),
+        (helpers.image_task(root), {"embedding_noise": 5.0}, "for token embeddings, and the model has none; omit it"),
+    ):
+        assert_refused(words, train, helpers.recipe(task, **settings), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
 def test_lora_plus_groups_are_those_of_peft(root):
     from peft.optimizers import create_loraplus_optimizer
 

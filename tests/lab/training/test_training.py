@@ -133,6 +133,29 @@ def test_compiled_run_is_the_same_with_plain_names(tmp_path, monkeypatch):
     assert resumed.final_loss == compiled.final_loss
 
 
+def test_noise_is_on_the_embeddings_of_training_alone(tmp_path):
+    # With a learning rate of next to nothing the model is that of the start.
+    known = {"lr": 1e-30, "dropout": 0.0, "steps": 2, "eval_every": 1, "log_every": 1}
+    alpha, seen = 16.0, {}
+    for noise in (0.0, alpha):
+        training_helpers.EMBEDDED.clear()
+        result = train(tmp_path / str(noise), "training_helpers:watch_embeddings", embedding_noise=noise, **known)
+        seen[noise] = (result, training_helpers.EMBEDDED.copy())
+    (plain, clean), (noisy, shaken) = seen.values()
+    assert noisy.curve == plain.curve
+    assert all(one != other for one, other in zip(noisy.train_curve, plain.train_curve, strict=True))
+    bound = alpha / math.sqrt(training_helpers.LENGTH * 32)
+    for one, other in zip(clean, shaken, strict=True):
+        added = (other - one).flatten()
+        assert bound * 0.95 < added.abs().max() <= bound * (1 + 1e-4)
+        assert abs(added.mean()) < 0.1 * bound
+
+
+def test_labels_are_not_smoothed_where_a_model_gives_no_logits(tmp_path):
+    words = "label_smoothing needs logits, which the model does not return in training; omit it"
+    assert_refused(words, train, tmp_path / "out", "training_helpers:plain_module", label_smoothing=0.1)
+
+
 def test_same_batches_whatever_the_arm_draws(tmp_path):
     def seen(name: str, arm="training_helpers:spy", **settings) -> torch.Tensor:
         SEEN.clear()
@@ -247,6 +270,7 @@ def test_finished_run_is_kept_by_resume_and_replaced_by_overwrite(tmp_path):
         ({"tracker": "comet_ml"}, "comet_ml is not installed: pip install comet-ml, or --tracker tensorboard"),
         ({"prepared": FakeText(valid=0)}, "too short"),
         ({"group_by_length": True}, "batches of different lengths"),
+        ({"arm": "training_helpers:plain_module", "embedding_noise": 5.0}, "embedding_noise is for token embeddings"),
     ],
 )
 def test_bad_input_writes_nothing(tmp_path, settings, message):
