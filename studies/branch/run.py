@@ -43,8 +43,9 @@ ARMS = ("noble:rank=8", "baseline:init=noble", "studies.branch.run:with_biases,i
 RATES = (2e-3, 4e-3, 8e-3)
 LR = 4e-3  # NOBLE's best in studies/llm_small
 STEPS = (0, 125, 250, 375, 500)
+BY_LAYER = (0, 250, 500)
 JACOBIANS = 256  # tokens at which the branch's slope is taken
-PATHS, POINTS = 8, 33  # straight paths between the embeddings of two held-out sequences, and points on each
+PATHS, POINTS = 8, 17  # straight paths between the embeddings of two held-out sequences, and points on each
 HIGH = 4  # half periods a path from which a frequency is high
 CONDITIONS: dict[str, dict[str, float]] = {
     "none": {},
@@ -158,23 +159,28 @@ def _mean_share(model: nn.Module, tokens: Tensor) -> float:
     return sum(_spread(y) / _spread(y + layers[name].dense(inputs[name])) for name, y in branches.items()) / len(layers)
 
 
-def _measured(base: Recipe, given: Any, prepared: Any, seed: int) -> dict[str, Any]:
+def _measured(
+    base: Recipe, given: Any, prepared: Any, seed: int, steps: Sequence[int], measure: Callable[..., dict[str, Any]]
+) -> dict[str, Any]:
     """Train NOBLE and measure its branches: {step: what `measure` returns}."""
     run, _, out = trained(base, given, prepared, "none", ARMS[0], seed)
     models = [apply_arm(run, run.arm, build_model(run, prepared))]
-    models += [load_model(out / "checkpoints" / f"step-{step:06d}") for step in STEPS[1:]]
+    models += [load_model(out / "checkpoints" / f"step-{step:06d}") for step in steps[1:]]
     rows = [measure(model, _halves(prepared)) for model in models]
     _drift(rows)
-    return dict(zip(map(str, STEPS), rows, strict=True))
+    return dict(zip(map(str, steps), rows, strict=True))
 
 
 def by_layer(base: Recipe, given: Any) -> None:
     """Measure the branches of NOBLE's runs layer by layer."""
     prepared = base.task.prepare()
-    seeds = [_measured(base, given, prepared, seed) for seed in range(1, given.seeds + 1)]
+    seeds = [
+        _measured(base, given, prepared, seed, BY_LAYER, lambda *given: {"layers": numbers(*given, paths=True)[0]})
+        for seed in range(1, given.seeds + 1)
+    ]
     record = {
         "command": f"python -m studies.branch.run DATA --stage layers --seeds {given.seeds}",
-        "settings": {"arm": ARMS[0], "lr": LR, "steps": STEPS, "paths": PATHS, "points": POINTS, "high": HIGH},
+        "settings": {"arm": ARMS[0], "lr": LR, "steps": BY_LAYER, "paths": PATHS, "points": POINTS, "high": HIGH},
         "machine": machine(given.threads),
         "versions": versions(),
         "n": given.seeds,
@@ -190,7 +196,7 @@ def inside(base: Recipe, given: Any) -> None:
     halves = _halves(prepared)
     seeds, plain = {}, []
     for seed in range(1, given.seeds + 1):
-        seeds[str(seed)] = {"steps": _measured(base, given, prepared, seed)}
+        seeds[str(seed)] = {"steps": _measured(base, given, prepared, seed, STEPS, measure)}
         plain_run = trained(base, given, prepared, "none", ARMS[1], seed)[2]
         plain.append(_loss(load_model(plain_run / "model").eval(), halves[1]))
     last = [seed["steps"][str(STEPS[-1])]["losses"] for seed in seeds.values()]
@@ -221,16 +227,8 @@ def _halves(prepared: Any) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def measure(model: nn.Module, halves: tuple[Tensor, Tensor]) -> dict[str, Any]:
     """Return losses of the model with its branches changed, and numbers of each layer."""
-    layers = _layers(model.eval())
-    fit, test = (_inputs(layers, lambda tokens=tokens: _loss(model, tokens)) for tokens in halves)
-    high = _high(model, layers, halves[1])
-    affine, mean, rows = {}, {}, {}
-    for name, layer in layers.items():
-        branch = layer.branch()
-        wanted = _branch(fit[name], branch)
-        affine[name] = _affine(fit[name], wanted)
-        mean[name] = wanted.mean(0)
-        rows[name] = _layer(layer, branch, test[name], affine[name]) | high[name]
+    rows, affine, mean = numbers(model, halves)
+    layers = _layers(model)
     losses = {
         "intact": _loss(model, halves[1]),
         "affine": _loss(model, halves[1], _replaced(layers, lambda name, x: _apply(affine[name], x))),
@@ -238,6 +236,25 @@ def measure(model: nn.Module, halves: tuple[Tensor, Tensor]) -> dict[str, Any]:
         "off": _loss(model, halves[1], branches_disabled(model)),
     }
     return {"losses": losses, "layers": rows}
+
+
+@torch.no_grad()
+def numbers(
+    model: nn.Module, halves: tuple[Tensor, Tensor], *, paths: bool = False
+) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor], dict[str, Tensor]]:
+    """Return numbers of each layer, with `paths` those of straight paths too; its branch's best affine map (d_in + 1,
+    d_out); and its branch's mean (d_out,)."""
+    layers = _layers(model.eval())
+    fit, test = (_inputs(layers, lambda tokens=tokens: _loss(model, tokens)) for tokens in halves)
+    high = _high(model, layers, halves[1]) if paths else {}
+    affine, mean, rows = {}, {}, {}
+    for name, layer in layers.items():
+        branch = layer.branch()
+        wanted = _branch(fit[name], branch)
+        affine[name] = _affine(fit[name], wanted)
+        mean[name] = wanted.mean(0)
+        rows[name] = _layer(layer, branch, test[name], affine[name]) | high.get(name, {})
+    return rows, affine, mean
 
 
 def _layers(model: nn.Module) -> dict[str, NobleLinear]:
@@ -424,9 +441,9 @@ _OVER_STEPS = ("share", "not_affine", "slope", "high", "high_dense")
 def _layer_means(seeds: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return numbers of each layer, means over seeds in the layers' order: all at the end, some at every step."""
     found: dict[str, dict[str, Any]] = {}
-    for step in map(str, STEPS):
+    for step in map(str, BY_LAYER):
         rows = [seed[step]["layers"] for seed in seeds]
-        keys = next(iter(rows[0].values())) if step == str(STEPS[-1]) else _OVER_STEPS
+        keys = next(iter(rows[0].values())) if step == str(BY_LAYER[-1]) else _OVER_STEPS
         found[step] = {
             key: [float(f"{sum(row[name][key] for row in rows) / len(rows):.3g}") for name in rows[0]] for key in keys
         }
@@ -442,7 +459,7 @@ def _intervals(seeds: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             for seed in seeds
             if (layers := list(seed[str(step)]["layers"].values()))
         ]
-        for step in (STEPS[0], STEPS[-1])
+        for step in (BY_LAYER[0], BY_LAYER[-1])
     )
     own, dense = ([[row[key] for row in rows] for rows in (start, end)] for key in ("high", "high_dense"))
     found: dict[str, Estimate] = {key: paired_mean([row[key] for row in end]) for key in end[0]}
