@@ -24,6 +24,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from nlr_lab.compare.report import estimate_text, p_text
 from nlr_lab.compare.statistics import Estimate, holm, paired_mean
 from nlr_lab.runtime.environment import machine
 from nlr_lab.runtime.storage import write_json
@@ -92,7 +93,7 @@ def trained(
     changes = dict(CONDITIONS[condition])
     backbone = replace(base.task.backbone, dropout=changes.pop("dropout", 0.0))
     train = replace(base.train, lr=LR, seed=seed, threads=given.threads, eval_every=STEPS[-1], **changes)
-    train = replace(train, save_every=STEPS[1], keep_checkpoints=1 if changes else len(STEPS))
+    train = replace(train, save_every=STEPS[1], keep_checkpoints=len(STEPS) if condition == "none" else 1)
     task = replace(base.task, backbone=backbone)
     run = replace(base, name="branch", arm=Arm.parse(arm), task=task, train=train)
     out = given.work / "runs" / condition.replace(" ", "-") / run.arm.name / f"seed-{seed}"
@@ -132,11 +133,21 @@ def regularised(base: Recipe, given: Any) -> None:
         "machine": machine(given.threads),
         "versions": versions(),
         "n": given.seeds,
-        "losses": {name: {which: list(own) for which, own in each.items()} for name, each in losses.items()},
+        "losses": losses,
         "shares": shares,
         **found,
     }
     write_json(HERE / "regularised.json", record)
+    print("| in training | plain, nats | NOBLE - plain | p, by Holm | less that of none | p, by Holm | share, % |")
+    for name in CONDITIONS:
+        since = found["lead_since_none"].get(name)
+        cells = [name, f"{sum(losses[name][ARMS[1]]) / given.seeds:.3f}", *_cells(found["lead"][name])]
+        cells += ["", ""] if since is None else _cells(since)
+        print(f"| {' | '.join(cells)} | {100 * sum(shares[name]) / given.seeds:.1f} |")
+
+
+def _cells(found: dict[str, Any]) -> list[str]:
+    return [estimate_text(found, "+.3f"), f"{p_text(found['p_value'])}, {p_text(found['p_holm'])}"]
 
 
 def _less(one: Sequence[float], other: Sequence[float]) -> list[float]:
@@ -188,6 +199,8 @@ def by_layer(base: Recipe, given: Any) -> None:
         "intervals": _intervals(seeds),
     }
     write_json(HERE / "layers.json", record)
+    for name, each in record["intervals"].items():
+        print(f"{name}: {estimate_text(each, '.4g')}")
 
 
 def inside(base: Recipe, given: Any) -> None:
