@@ -7,9 +7,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers.pytorch_utils import Conv1D
 
 Kind = Literal["linear", "conv1d", "conv2d", "embedding"]
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,12 @@ class Matrix:
         if self.kind == "conv1d":
             return matrix.t()
         return matrix[:, :, None, None] if self.kind == "conv2d" else matrix
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether something was put on a module itself: hooks, parametrizations, a forward (as accelerate does)."""
+    own = vars(module)
+    return is_parametrized(module) or "forward" in own or any(own[kind] for kind in _HOOKS)
 
 
 def is_plain_linear(module: nn.Module) -> bool:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nonlinear_lowrank.methods.base import method_of_layer
-from nonlinear_lowrank.methods.matrix import replace_modules
+from nonlinear_lowrank.methods.matrix import is_hooked, replace_modules
 
-from .targets import HOOKED, holds_numbers, is_hooked, names_read
+from .targets import HOOKED, holds_numbers, names_read
 
 _INPUTS = ("q", "k", "v")
 _SETTINGS = ("embed_dim", "kdim", "vdim", "num_heads", "head_dim", "dropout", "batch_first", "add_zero_attn")

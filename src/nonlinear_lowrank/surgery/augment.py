@@ -19,12 +19,12 @@ from nonlinear_lowrank.methods.base import (
     method_of_layer,
 )
 from nonlinear_lowrank.methods.experts import note_active_experts, tell_rows
-from nonlinear_lowrank.methods.matrix import replace_modules
+from nonlinear_lowrank.methods.matrix import is_hooked, replace_modules
 
 from .attention import unfused
 from .report import AugmentReport, measure_plain
 from .split import apply_splits, check_split, saved_splits, split_linears
-from .targets import HOOKED, Patterns, choose_found, choose_linears, expert_tensors, holds_numbers, is_hooked
+from .targets import HOOKED, Patterns, choose_found, choose_linears, expert_tensors, holds_numbers
 
 after_augment: list[Callable[[nn.Module, dict[str, Any]], None]] = []
 """Hooks, called with (model, entry) once a model was augmented; `hub` adds the one that makes it saveable."""

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Findings, Method, dense_part, method_of_layer
@@ -216,13 +215,6 @@ def dense_parts(model: nn.Module) -> set[nn.Module]:
 
 
 HOOKED = "has hooks, parametrizations or a patched forward, which a swap would lose; augment the model first"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_pre_hooks")
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Return whether something was put on a module itself: hooks, parametrizations, a forward (as accelerate does)."""
-    own = vars(module)
-    return is_parametrized(module) or "forward" in own or any(own[kind] for kind in _HOOKS)
 
 
 def holds_numbers(weight: Any) -> bool:
