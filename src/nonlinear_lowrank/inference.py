@@ -7,6 +7,7 @@
 | sine low-rank weights                  | a plain linear: faster, and as large as the dense one                |
 | NOBLE layers                           | one product for dense output and branch (methods/noble/fused.py)     |
 | NOBLE adapters                         | stay: their branch cannot be merged                                  |
+| layers with hooks or a changed inside  | stay: an adapter on NOBLE's dense part, branches switched off        |
 | dense weights, with dense="int8"       | 8 bits by torchao, under NOBLE branches in the model's own type      |
 """
 

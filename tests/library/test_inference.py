@@ -121,7 +121,10 @@ def test_sine_weights_become_linears(dtype, slack):
     torch.testing.assert_close(output(model, inputs), expected, **slack)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # of transformers, for a name of peft
+peft_named = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # by transformers
+
+
+@peft_named
 @pytest.mark.parametrize(
     "config",
     [
@@ -141,6 +144,60 @@ def test_adapters_are_merged_where_they_can_be(config):
     assert (optimized is model) == stays
     assert any("nlr_" in name for name, _ in optimized.named_parameters()) == stays
     torch.testing.assert_close(output(optimized, inputs), expected, rtol=1e-4, atol=1e-6)
+
+
+def _add_noise(module, args, y):
+    return y + 1
+
+
+def _adapter(model):
+    config = nlr.NobleAdapterConfig(r=2, target_modules=["q_proj.dense"], init_weights=False)
+    return get_peft_model(model, config).eval()
+
+
+def _hook(name):
+    def put(model):
+        model.get_submodule(name).register_forward_hook(_add_noise)
+        return model
+
+    return put
+
+
+def _switched_off(model):
+    model.model.layers[0].self_attn.v_proj.branch_enabled = False
+    return model
+
+
+@peft_named
+@pytest.mark.parametrize("share_down", ["none", "qkv"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        _adapter,
+        _hook("model.layers.0.self_attn.q_proj"),
+        _hook("model.layers.0.self_attn.q_proj.dense"),
+        _switched_off,
+    ],
+    ids=["adapter", "hook", "hook inside", "switched off"],
+)
+def test_layers_with_something_on_them_stay(change, share_down):
+    model = change(with_branches(model_helpers.llama().double(), share_down=share_down))
+    inputs = model_helpers.batch(getattr(model, "base_model", model))
+    expected = output(model, inputs)
+    nlr.optimize_for_inference(model)
+    torch.testing.assert_close(output(model, inputs), expected, rtol=1e-4, atol=1e-6)
+    assert any(isinstance(each, FusedNobleLinear) for each in model.modules())
+
+
+def test_sine_weights_with_hooks_stay():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    nlr.augment(model, nlr.SineLowRankConfig(rank=2), include=".*", verbose=False)
+    model[0].register_forward_hook(_add_noise)
+    x = torch.randn(3, 8)
+    expected = model(x)
+    nlr.optimize_for_inference(model)
+    assert type(model[1]) is nn.Linear
+    torch.testing.assert_close(model(x), expected)
 
 
 def test_it_generates_compiles_copies_and_moves():

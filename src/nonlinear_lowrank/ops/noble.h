@@ -45,7 +45,8 @@ Tensors plain(const Optionals& list) {
 // u = cos(f z + p), row by row; where a sine is wanted, that too.
 void activate(const Tensor& z, const Tensor& frequency, const Tensor& phase, const Tensor& u, const Tensor* sine) {
   const int64_t tokens = z.size(0), r = z.size(1), stride = z.stride(0);
-  const float *from = read(z), *f = read(frequency), *p = read(phase);
+  const Tensor own_f = frequency.contiguous(), own_p = phase.contiguous();
+  const float *from = read(z), *f = read(own_f), *p = read(own_p);
   float *to = written(u), *to_sine = sine ? written(*sine) : nullptr;
   parallel(tokens, step(r), [=](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
@@ -65,7 +66,8 @@ std::pair<Tensor, Tensor> activate_backward(
   const int64_t tokens = z.size(0), r = z.size(1), stride = z.stride(0);
   const int64_t rows = step(r), pieces = (tokens + rows - 1) / rows;
   const Tensor partial = at::empty({pieces, 2, r}, z.options());
-  const float *from = read(z), *s = read(sine), *f = read(frequency);
+  const Tensor own_f = frequency.contiguous();
+  const float *from = read(z), *s = read(sine), *f = read(own_f);
   float *d = written(du), *sums = written(partial);
   parallel(pieces, 1, [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; ++piece) {

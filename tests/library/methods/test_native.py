@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from nonlinear_lowrank import NobleConfig, NobleLinear, augment, optimize_for_inference
@@ -49,6 +50,24 @@ def test_agrees_with_pytorch(name):
         plain = compare(case, dys)
     for one, other in zip(found, plain, strict=True):
         assert (one - other).norm() <= 2e-6 * other.norm()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_reads_frequencies_and_phases_with_strides(grad):
+    layer = NobleLinear(6, 5, config=NobleConfig(rank=4))
+    x = torch.randn(7, 6, requires_grad=grad)
+    apart = {
+        name: torch.stack([each.detach(), torch.full_like(each, 9.0)], 1)[:, 0].requires_grad_(grad)
+        for name, each in layer.named_parameters()
+        if each.ndim == 1 and name.startswith("noble_")
+    }
+    assert len(apart) == 4
+    found = []
+    for tensors in ({name: layer.get_parameter(name) for name in apart}, apart):
+        with torch.set_grad_enabled(grad):
+            y = functional_call(layer, tensors, x)
+        found.append([y, *(torch.autograd.grad(y.square().sum(), [x, *tensors.values()]) if grad else ())])
+    torch.testing.assert_close(*found)
 
 
 def test_agrees_with_pytorch_over_many_pieces():

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 
 import nonlinear_lowrank as nlr
 from attention_helpers import MIXED, cross_attending, grouped_llama, latent
@@ -284,3 +285,16 @@ def test_cross_attention_has_its_query_beside_keys_and_values():
     assert report.skipped["transformer.h.0.crossattention.c_attn"] == "holds keys and values only"
     out = model(**batch(model), encoder_hidden_states=torch.randn(2, 4, 32)).logits
     assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["query_bias", "query_out_bias", "query_norm_weight"])
+def test_reads_parameters_that_are_computed(name):
+    settings = {"residual": "linear"} if name == "query_bias" else {"in_norm": "layer", "out_norm": "layer"}
+    layer = NonlinearQuery(8, config=NonlinearQueryConfig(**settings), bias=True)
+    with torch.no_grad():
+        for each in layer.parameters():
+            each.normal_()
+    x = torch.randn(3, 8)
+    expected = layer(x)
+    register_parametrization(layer, name, nn.Identity())
+    torch.testing.assert_close(layer(x), expected)

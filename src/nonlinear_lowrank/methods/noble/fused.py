@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nonlinear_lowrank.methods.matrix import replace_modules
+from nonlinear_lowrank.methods.matrix import is_hooked, replace_modules
 from nonlinear_lowrank.ops.native import native
 
 from .inputs import HandOff, input_groups
@@ -175,9 +175,16 @@ class FusedNobleLinear(nn.Module):
         )
 
 
-def fuse(model: nn.Module, *, shared_inputs: bool) -> None:
-    """Put `FusedNobleLinear` in the place of every NOBLE layer, one product for those of one input if asked to."""
-    layers = {name: each for name, each in model.named_modules() if isinstance(each, NobleLinear | NobleConv1D)}
+def fuse(model: nn.Module, *, shared_inputs: bool) -> bool:
+    """Put `FusedNobleLinear` in the place of NOBLE layers, one product for those of one input if asked to.
+
+    Layers that something was put on, that are not plain inside (an adapter on the dense part), or whose branch is
+    switched off stay, and those that share its down projection. Return whether any did not.
+    """
+    found = {name: each for name, each in model.named_modules() if isinstance(each, NobleLinear | NobleConv1D)}
+    kept = {each.noble_shared for each in found.values() if not _is_plain(each)} - {None}
+    layers = {name: each for name, each in found.items() if _is_plain(each) and each.noble_shared not in kept}
+    changed = bool(layers)
     groups = input_groups(layers, _kind) if shared_inputs else []
     grouped = {name for group in groups for name in group}
     for group in [*groups, *((name,) for name in layers if name not in grouped)]:
@@ -186,6 +193,11 @@ def fuse(model: nn.Module, *, shared_inputs: bool) -> None:
         fused = FusedNoble(taken)
         pairs = ((each, FusedNobleLinear(fused, place, each.noble_shape[0])) for place, each in enumerate(taken))
         replace_modules(model, {layer: new.train(layer.training) for layer, new in pairs})
+    return changed
+
+
+def _is_plain(layer: NobleLinear | NobleConv1D) -> bool:
+    return layer.branch_enabled and layer.plain_weight() is not None and not is_hooked(layer)
 
 
 def _kind(layer: Any) -> tuple[Any, ...]:

@@ -350,12 +350,11 @@ class NobleMethod(Method):
 
     def optimize(self, model: nn.Module, *, shared_inputs: bool, quantized: bool) -> bool:
         """Make one product of dense output and branch; layers stay where their dense part is quantized."""
-        if quantized or not any(isinstance(each, NobleLinear | NobleConv1D) for each in model.modules()):
+        if quantized:
             return False
         from .fused import fuse
 
-        fuse(model, shared_inputs=shared_inputs)
-        return True
+        return fuse(model, shared_inputs=shared_inputs)
 
 
 def _layer(module: Any, config: NobleConfig) -> nn.Module:

@@ -149,7 +149,7 @@ class NonlinearQuery(nn.Module):
             mapped = F.linear(hidden, self.query_up)
             out = self._normed(mapped.to(wide.dtype), config.out_norm, "query_out_weight", "query_out_bias")
         if config.residual == "linear":
-            residual = F.linear(x, self.query_weight, self._parameters.get("query_bias")).to(wide.dtype)
+            residual = F.linear(x, self.query_weight, getattr(self, "query_bias", None)).to(wide.dtype)
         else:
             residual = self._around(wide)
         return ((residual + out) * config.scale).to(mapped.dtype)
@@ -164,11 +164,10 @@ class NonlinearQuery(nn.Module):
         """Norm the last dimension by parameters of these names, where the layer has them."""
         if norm == "none":
             return x
-        scale = self._parameters[weight]
-        assert scale is not None
+        scale: Tensor = getattr(self, weight)  # may be computed, as by a parametrization
         if norm == "rms":
             return F.rms_norm(x, scale.shape, scale.to(x.dtype), self.query_config.rms_eps)
-        shift = self._parameters.get(bias)
+        shift = getattr(self, bias, None)
         return F.layer_norm(x, scale.shape, scale.to(x.dtype), None if shift is None else shift.to(x.dtype), _LAYER_EPS)
 
     def extra_repr(self) -> str:

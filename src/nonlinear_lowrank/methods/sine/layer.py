@@ -39,7 +39,7 @@ from transformers.utils import logging
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import AdapterArm, Method, Role, register
 from nonlinear_lowrank.methods.experts import active_experts, linear_shapes, projections
-from nonlinear_lowrank.methods.matrix import linear_shape, replace_modules
+from nonlinear_lowrank.methods.matrix import is_hooked, linear_shape, replace_modules
 from nonlinear_lowrank.ops.precision import kept_float32
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number
 
@@ -311,7 +311,9 @@ class SineLowRankMethod(Method):
     def optimize(self, model: nn.Module, *, shared_inputs: bool, quantized: bool) -> bool:
         """Put a plain linear, faster and as large as the dense one was, in each layer's place."""
         formed: dict[nn.Module, nn.Module] = {
-            each: _dense(each, model) for each in model.modules() if isinstance(each, self.layer_types)
+            each: _dense(each, model)
+            for each in model.modules()
+            if isinstance(each, self.layer_types) and not is_hooked(each)
         }
         replace_modules(model, formed)
         return bool(formed)
