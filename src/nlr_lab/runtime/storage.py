@@ -75,15 +75,19 @@ def step_folders(folder: Path) -> dict[int, Path]:
 
 
 def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint whose files match its manifest, and why newer ones were skipped."""
+    """Return the newest checkpoint whose files match its manifest, and why newer ones were skipped.
+
+    UserError where one cannot be read: it may be whole.
+    """
     skipped = []
-    for child in reversed(step_folders(folder).values()):
-        try:
-            read_manifest(child)
-        except UserError as error:
-            skipped.append(str(error))
-        else:
-            return child, skipped
+    with _read_errors(folder):
+        for child in reversed(step_folders(folder).values()):
+            try:
+                read_manifest(child)
+            except UserError as error:
+                skipped.append(str(error))
+            else:
+                return child, skipped
     return None, skipped
 
 
@@ -92,18 +96,29 @@ def prune(folder: Path, newest: int, keep: int) -> None:
 
     Nothing goes before `newest` has been read back and every hash matched, so that a good one is always left. Of the
     others a look at their sizes has to do. What is numbered above `newest` was found damaged when the run resumed
-    from before it. UserError where `newest` does not read back as it was written.
+    from before it. UserError where `newest` does not read back as it was written, or another cannot be read.
     """
     folders = step_folders(folder)
     before = [child for step, child in folders.items() if step < newest]
     if len(folders) == 1 + len(before) <= keep:
         return
-    read_manifest(folders[newest])
-    whole = [child for child in before if _has_its_sizes(child)]
+    with _read_errors(folder):
+        read_manifest(folders[newest])
+        whole = [child for child in before if _has_its_sizes(child)]
     kept = [*whole[::-1][: keep - 1], folders[newest]]
     for child in folders.values():
         if child not in kept:
             discard(child)
+
+
+@contextmanager
+def _read_errors(folder: Path) -> Iterator[None]:
+    """Raise UserError, in one line, where the disk does not give a checkpoint of a folder."""
+    try:
+        yield
+    except OSError as error:
+        why = f"cannot read {error.filename or folder}: {error.strerror or error}"
+        raise UserError(f"{why}; no checkpoint was removed, go on with --resume when they can be read") from error
 
 
 def discard(checkpoint: Path) -> None:

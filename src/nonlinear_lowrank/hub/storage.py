@@ -137,10 +137,13 @@ def is_inside(name: object) -> bool:
 
 
 def manifest_files(folder: Path) -> dict[str, Any] | None:
-    """Return the entries of a folder's manifest, by file; None where it has none, or one that is not ours."""
+    """Return the entries of a folder's manifest, by file; None where it has none, or one that is not ours.
+
+    OSError where it cannot be read, which says nothing against the folder.
+    """
     try:
         return dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -22,6 +22,8 @@ from torch import Tensor
 from torch._C import _is_tracing as _tracing
 from torch._C import _len_torch_dispatch_stack as _modes
 
+from nonlinear_lowrank.hub.storage import sync
+
 from .kernels import enabled
 
 SOURCE = Path(__file__).with_name("native.cpp")
@@ -82,11 +84,20 @@ def _built(vectors: list[str]) -> Path:
     mark = hashlib.sha256(b"".join(parts))
     user = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "nonlinear-lowrank")
     folder = Path(os.environ.get("NLR_CACHE") or user).expanduser()
-    path = folder / f"native-{mark.hexdigest()[:16]}.so"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as own:  # of this process: others may build at the same time
-            made = Path(own) / path.name
-            subprocess.run([*command, str(SOURCE), "-o", str(made), *links], check=True, capture_output=True, text=True)
-            made.replace(path)
+    name = f"native-{mark.hexdigest()[:16]}"
+    for path in folder.glob(f"{name}-*.so"):
+        if path.name == _sized(name, path):  # to load one that was cut off would kill the process
+            return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as own:  # of this process: others may build at the same time
+        made = Path(own) / f"{name}.so"
+        subprocess.run([*command, str(SOURCE), "-o", str(made), *links], check=True, capture_output=True, text=True)
+        sync(made)
+        path = made.replace(folder / _sized(name, made))
+    sync(folder)
     return path
+
+
+def _sized(name: str, library: Path) -> str:
+    """Return the name of a library in the cache, which tells its size."""
+    return f"{name}-{library.stat().st_size}.so"

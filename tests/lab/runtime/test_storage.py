@@ -1,6 +1,8 @@
 """Folders are whole or absent; pruning deletes nothing before a newer one has been read back; one process at a time."""
 
 import contextlib
+import errno
+import os
 import subprocess
 import sys
 import time
@@ -33,6 +35,26 @@ def test_prune_deletes_nothing_before_the_newest_reads_back(tmp_path):
     assert_refused(r"step-000006.*damaged", prune, tmp_path, newest=6, keep=1)
     assert list(step_folders(tmp_path)) == [2, 4, 6]
     assert newest_valid(tmp_path)[0].name == "step-000004"
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE])
+@pytest.mark.parametrize("name", [MANIFEST, "x"])
+def test_checkpoints_that_cannot_be_read_are_not_damaged(tmp_path, monkeypatch, name, code):
+    steps(tmp_path, 2, 4, 6)
+    opened_file = Path.open
+
+    def fail(self, *arguments, **options):
+        if self == tmp_path / "step-000006" / name or self == tmp_path / "step-000004" / MANIFEST:
+            raise OSError(code, os.strerror(code), str(self))
+        return opened_file(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", fail)
+    refusal = rf"cannot read .*step-000006/{name}: {os.strerror(code)}; no checkpoint was removed.*--resume"
+    assert_refused(refusal, newest_valid, tmp_path)
+    assert_refused(refusal, prune, tmp_path, newest=6, keep=1)
+    steps(tmp_path, 8)
+    assert_refused(r"cannot read .*step-000006|cannot read .*step-000004", prune, tmp_path, newest=8, keep=1)
+    assert list(step_folders(tmp_path)) == [2, 4, 6, 8]
 
 
 def test_staged_folder_is_whole_or_absent(tmp_path):
