@@ -234,3 +234,6 @@ def test_built_once_and_kept(tmp_path):
     before = built.stat()
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
     assert built.stat() == before
+    os.truncate(built, before.st_size // 2)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    assert [file.stat().st_size for file in cache.iterdir()] == [before.st_size]
