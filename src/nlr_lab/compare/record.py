@@ -125,7 +125,8 @@ class Folder:
 
     def save_times(self, times: dict[str, list[float]], threads: int | None) -> None:
         """Keep step times for a later session, with what they are times of."""
-        write_json(self.path / TIMING, {"arms": self.now["arms"], "machine": machine(threads), "times": times})
+        with disk_errors(str(self.path / TIMING)):
+            write_json(self.path / TIMING, {"arms": self.now["arms"], "machine": machine(threads), "times": times})
 
 
 def begun(run: Path) -> bool:

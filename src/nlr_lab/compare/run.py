@@ -22,7 +22,7 @@ from nlr_lab.runtime.environment import OutOfTimeError, cpu_threads
 from nlr_lab.runtime.log import append_entry
 from nlr_lab.runtime.processes import FreeThreads, on_rank_0, rank
 from nlr_lab.runtime.signals import StoppedBySignal
-from nlr_lab.runtime.storage import read_json, write_text
+from nlr_lab.runtime.storage import disk_errors, read_json, write_text
 from nlr_lab.runtime.tables import duration
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.validation import check_integer
@@ -499,10 +499,11 @@ class _Session:
         results = trials.add_to(results)
         self._log()
         if rank() == 0:
-            write_text(path / RESULTS, record_text(results))
             folders = {arm.name: self._path(arm, choice, plan.seeds[0]) for arm, choice in self._going()}
-            trials.draw(path, results, folders)
-            write_text(path / REPORT, trials.report.render_report(results))
+            with disk_errors(f"the report to {path}"):
+                write_text(path / RESULTS, record_text(results))
+                trials.draw(path, results, folders)
+                write_text(path / REPORT, trials.report.render_report(results))
         return Comparison(path, results, trials)
 
     def _record(self, arm: Any) -> ArmRecord:

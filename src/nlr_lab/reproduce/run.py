@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nlr_lab.runtime.storage import read_json, write_json, write_text
+from nlr_lab.runtime.storage import AGAIN, disk_errors, read_json, write_json, write_text
 from nonlinear_lowrank.errors import UserError
 
 from .table import EQUAL_TIME, SCALES, Absent, Cells, Compare, Measure, Table, slug
@@ -79,9 +79,10 @@ def run_table(
     files += [path for part in shown for path in _drawn(home / part)]
     record["pictures"] = [Path(os.path.relpath(path, folder)).as_posix() for path in files]
     record |= {"parts": parts, "seconds": round(time.monotonic() - started, 1), **provenance()}
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / RECORD, record)
-    write_text(folder / PAGE, page(record))
+    with disk_errors(f"the table to {folder}", AGAIN):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / RECORD, record)
+        write_text(folder / PAGE, page(record))
     return record
 
 

@@ -20,6 +20,8 @@ except ImportError:  # not a POSIX system: no lock, the rest works
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
+AGAIN = "make room and run the same command again"
+"""What to do where a disk is full, of commands that go on by themselves."""
 
 
 def write_json(path: Path, data: Any) -> None:

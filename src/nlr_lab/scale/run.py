@@ -19,7 +19,7 @@ from nlr_lab.compare.record import RESULTS, clean, command_line, record_text
 from nlr_lab.compare.trial import Plan, TimeLimit
 from nlr_lab.compare.workers import check_workers
 from nlr_lab.runtime.processes import on_rank_0, rank
-from nlr_lab.runtime.storage import read_json, write_json, write_text
+from nlr_lab.runtime.storage import AGAIN, disk_errors, read_json, write_json, write_text
 from nlr_lab.training.arms import Arm
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_integer
@@ -92,9 +92,10 @@ def write(path: Path, command: str) -> dict[str, Any]:
     predicted = {file.stem: read_json(file) for file in sorted((path / PREDICTED).glob("*.json"))}
     shared = read_json(path / MARKER, settings=dict)["settings"]
     results = build_record(read_rungs(path), predicted, clean(shared), command)
-    write_text(path / RESULTS, record_text(results))
-    draw(path / PICTURE, results)
-    write_text(path / REPORT, render(results))
+    with disk_errors(f"the report to {path}", AGAIN):
+        write_text(path / RESULTS, record_text(results))
+        draw(path / PICTURE, results)
+        write_text(path / REPORT, render(results))
     return results
 
 
@@ -133,8 +134,9 @@ def predict(
         return predicted
     trials.prepare(quiet=quiet)
     if not begun and rank() == 0:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(marker, {"settings": clean(ladder.shared()), "fingerprint": trials.fingerprint})
+        with disk_errors(str(marker), AGAIN):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(marker, {"settings": clean(ladder.shared()), "fingerprint": trials.fingerprint})
     elif begun and read_json(marker)["fingerprint"] != trials.fingerprint:
         raise UserError(f"the runs in {path} are of other data; bring those back, or use another --out")
     smaller = [each for each in rungs if each["rung"] != rung.name and each["width"] <= rung.width]
@@ -156,7 +158,8 @@ def predict(
         for name, said in _losses(at_same, wanted, arms[0].name, compute).items():
             predicted["losses"][name] = {**said, **written, "rungs": _names(at_same)}
     if rank() == 0 and (predicted["rates"] or predicted["losses"]):
-        write_json(file, predicted)
+        with disk_errors(str(file), AGAIN):
+            write_json(file, predicted)
     return on_rank_0(lambda: predicted)
 
 

@@ -1,5 +1,6 @@
 """The bookkeeping of a comparison, with a stand-in for training."""
 
+import errno
 import json
 import math
 import platform
@@ -17,7 +18,7 @@ from nlr_lab.compare.record import clean
 from nlr_lab.compare.report import findings, render_report
 from nlr_lab.runtime.signals import StoppedBySignal
 from nlr_lab.training import Recipe, TrainConfig
-from refusals import assert_refused
+from refusals import assert_refused, refuse_to_open
 from studies.study import copy
 
 
@@ -264,6 +265,18 @@ def test_begins_no_seed_that_would_not_end_in_time(go, limit, n):
     go(seeds=2)
     comparison = go(seeds=5, max_seconds=limit, resume=True, clock=lambda: 0.0)
     assert comparison.results["n"] == n
+
+
+@pytest.mark.parametrize("name", ["timing.json", "results.json", "report.md"])
+def test_full_disk_is_named_with_the_file_and_costs_no_run(go, tmp_path, monkeypatch, name):
+    with monkeypatch.context() as patch:
+        refuse_to_open(patch, errno.ENOSPC, tmp_path / "out" / f".tmp-{name}")
+        assert_refused(r"cannot write .*/out.*: no space left on the disk; make room and .*--resume", go)
+    runs = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}
+    assert bool(runs) == (name != "timing.json")
+    go(resume=True)
+    assert (tmp_path / "out" / name).is_file()
+    assert runs.items() <= {path: path.stat().st_mtime_ns for path in tmp_path.rglob("result.json")}.items()
 
 
 def test_trains_again_where_a_result_is_torn(go, tmp_path):

@@ -1,5 +1,6 @@
 """NoRA's rivals, its figures, and MMLU's score of a tuned model."""
 
+import errno
 import json
 import math
 from dataclasses import replace
@@ -20,7 +21,7 @@ from nlr_lab.reproduce.run import run_table, score_model
 from nlr_lab.reproduce.table import SCALES, Absent, tables
 from nonlinear_lowrank.hub.loading import load_model, load_tokenizer
 from nonlinear_lowrank.methods.rational.parametric import ELU, AReLU, PReLU
-from refusals import assert_refused
+from refusals import assert_refused, refuse_to_open
 from task_helpers import byte_tokenizer, mmlu_rows, tiny_model, write_lines
 
 
@@ -148,12 +149,14 @@ def test_qlora_is_compared_where_bitsandbytes_is(monkeypatch, scale):
     assert "bitsandbytes: pip install" in absent.why
 
 
-def test_controls_that_are_absent_are_listed(tmp_path):
+def test_controls_that_are_absent_are_listed(tmp_path, monkeypatch):
     absent = Absent(rows=("QLoRA", "control"), why="not here")
     table = replace(tables()["nora/table1"], trials=lambda scale: [absent])
     record = run_table(table, "demo", tmp_path)
     cells = {row["row"]: row["ours"]["trained_m"] for row in record["rows"]}
     assert cells["QLoRA"] == cells["control"] == {"why": "not here"}
+    refuse_to_open(monkeypatch, errno.ENOSPC, tmp_path / "nora-table1" / "demo" / ".tmp-table.md")
+    assert_refused("cannot write the table to .*nora-table1.*: no space left", run_table, table, "demo", tmp_path)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 from nlr_lab.runtime.storage import newest_valid, opened, prune, read_manifest, step_folders
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.hub.storage import MANIFEST, staged_folder
-from refusals import assert_refused
+from refusals import assert_refused, refuse_to_open
 
 
 def steps(folder: Path, *numbers: int) -> None:
@@ -41,14 +41,7 @@ def test_prune_deletes_nothing_before_the_newest_reads_back(tmp_path):
 @pytest.mark.parametrize("name", [MANIFEST, "x"])
 def test_checkpoints_that_cannot_be_read_are_not_damaged(tmp_path, monkeypatch, name, code):
     steps(tmp_path, 2, 4, 6)
-    opened_file = Path.open
-
-    def fail(self, *arguments, **options):
-        if self == tmp_path / "step-000006" / name or self == tmp_path / "step-000004" / MANIFEST:
-            raise OSError(code, os.strerror(code), str(self))
-        return opened_file(self, *arguments, **options)
-
-    monkeypatch.setattr(Path, "open", fail)
+    refuse_to_open(monkeypatch, code, tmp_path / "step-000006" / name, tmp_path / "step-000004" / MANIFEST)
     refusal = rf"cannot read .*step-000006/{name}: {os.strerror(code)}; no checkpoint was removed.*--resume"
     assert_refused(refusal, newest_valid, tmp_path)
     assert_refused(refusal, prune, tmp_path, newest=6, keep=1)

@@ -1,5 +1,6 @@
 """`nlr scale`: a ladder from end to end, going on, predictions that are written first, and refusals."""
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,11 @@ from cli_helpers import run, succeed
 from nlr_lab.recipes import get_recipe
 from nlr_lab.scale.ladder import SCALES, Rung, backbone, inner_parameters, scaled
 from nlr_lab.scale.report import render
-from nlr_lab.scale.run import run_ladder
+from nlr_lab.scale.run import run_ladder, write
 from nonlinear_lowrank.errors import UserError
 from pretraining_helpers import corpus
 from processes_helpers import run_processes
-from refusals import assert_refused
+from refusals import assert_refused, refuse_to_open
 
 ARMS = ("baseline:name=plain", "noble:rank_ratio=0.25,name=noble")
 SIZES = [
@@ -127,6 +128,16 @@ def test_refuses_other_settings_data_and_folders(tmp_path):
     assert_refused("batch_size was 4 in .* and is 8 now; use the former", run_ladder, ladder, tmp_path / "out")
     other = replace(ladder, batch_size=4)
     assert_refused("are of other data; bring those back", run_ladder, other, tmp_path / "out", quiet=True)
+
+
+def test_full_disk_is_named_with_the_file(tmp_path, monkeypatch):
+    text = replace(SCALES["demo"].text, source=str(corpus(tmp_path)), cache_dir=str(tmp_path / "cache"))
+    ladder, out = scaled("demo", text=text, widths=(16,), arms=ARMS), tmp_path / "out"
+    hint = "no space left on the disk; make room and run the same command again"
+    refuse_to_open(monkeypatch, errno.ENOSPC, *(out / f".tmp-{name}" for name in ("ladder.json", "report.md")))
+    assert_refused(f"cannot write .*ladder.json: {hint}", run_ladder, ladder, out, quiet=True)
+    (out / "ladder.json").write_text(json.dumps({"settings": ladder.shared()}))
+    assert_refused(f"cannot write the report to .*out: {hint}", write, out, "nlr scale")
 
 
 def test_shapes_are_those_of_the_recipes():
