@@ -8,7 +8,7 @@ from typing import Any
 from nlr_lab.bench import settings
 from nonlinear_lowrank.errors import UserError
 
-from .checkpoint import check_parent
+from .checkpoint import check_parent, write_out
 from .options import parse
 
 BENCHES = {
@@ -61,6 +61,6 @@ def run_bench(arguments: list[str]) -> None:
     result = getattr(module, f"bench_{what}")(config, progress=print)
     print(result)
     if options.out is not None:
-        Path(options.out).write_text(result.to_json() + "\n", encoding="utf-8")
+        write_out(options.out, result.to_json() + "\n")
     if options.picture is not None:
         result.draw(Path(options.picture))

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from nlr_lab.runtime.processes import world_size
-from nlr_lab.runtime.storage import holds_former
+from nlr_lab.runtime.storage import disk_errors, holds_former, write_text
 from nonlinear_lowrank.errors import UserError
 
 
@@ -62,6 +62,16 @@ def check_parent(path: str | Path | None, option: str) -> None:
     """Raise UserError where the folder of a file that is to be written is not there."""
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise UserError(f"no such folder: {Path(path).parent} ({option})")
+
+
+def write_out(path: str, text: str) -> None:
+    """Write the file of --out, at once: a former one stays until then. UserError where it cannot be written."""
+    file = Path(path)
+    with disk_errors(path, "make room, or name another --out"):
+        if file.is_symlink() or (file.exists() and not file.is_file()):  # /dev/stdout, a pipe: nothing to replace
+            file.write_text(text, encoding="utf-8")
+        else:
+            write_text(file, text)
 
 
 def open_language_model(folder: Path, device: str, base: str | None = None) -> Any:

@@ -13,7 +13,7 @@ from tyro.conf import Positional
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_integer
 
-from .checkpoint import check_parent, find_model, open_language_model, open_tokenizer
+from .checkpoint import check_parent, find_model, open_language_model, open_tokenizer, write_out
 from .options import parse
 
 
@@ -87,7 +87,7 @@ def run_evaluate(arguments: list[str]) -> None:
 
     results["versions"] = versions() | ({"lm_eval": version("lm_eval")} if options.tasks else {})
     if options.out is not None:
-        Path(options.out).write_text(json.dumps(results, indent=2, default=str) + "\n", encoding="utf-8")
+        write_out(options.out, json.dumps(results, indent=2, default=str) + "\n")
 
 
 def _check(options: EvaluateOptions) -> None:

@@ -1,7 +1,9 @@
 """`nlr evaluate` on plain models, ours, and adapters of peft: numbers, the JSON file, and every wrong input."""
 
+import errno
 import hashlib
 import json
+import os
 import re
 import shutil
 import sys
@@ -50,6 +52,29 @@ def folder(tmp_path_factory):
     for stem in ("piqa", "boolq"):
         write_lines(folder / "data" / "commonsense" / f"{stem}.jsonl", commonsense_rows(stem, 6))
     return folder
+
+
+def test_former_numbers_stay_until_the_new_ones_are_on_the_disk(folder, capsys, tmp_path, monkeypatch):
+    out, link = tmp_path / "out.json", tmp_path / "link.json"
+    out.write_text("former")
+    link.symlink_to(out)
+    command = ["evaluate", folder / "base", "--source", folder / "text.txt", "--out"]
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        code, _, error = run(capsys, *command, out)
+    assert (code, error) == (
+        2,
+        f"nlr: cannot write {out}: no space left on the disk; make room, or name another --out\n",
+    )
+    assert out.read_text() == "former"
+    assert {path.name for path in tmp_path.iterdir()} == {"out.json", "link.json"}
+    succeed(capsys, *command, link)
+    assert link.is_symlink()
+    assert json.loads(out.read_text())["text"]["loss"] > 0
 
 
 @pytest.mark.parametrize("name", ["base", "ours", "adapter", "adapter_ours"])
