@@ -110,7 +110,7 @@ def prune(folder: Path, newest: int, keep: int) -> None:
         return
     with _read_errors(folder):
         read_manifest(folders[newest])
-        whole = [child for child in before if _has_its_sizes(child)]
+        whole = [child for child in before if is_whole(child)]
     kept = [*whole[::-1][: keep - 1], folders[newest]]
     for child in folders.values():
         if child not in kept:
@@ -135,10 +135,11 @@ def discard(checkpoint: Path) -> None:
     remove(doomed)
 
 
-def _has_its_sizes(folder: Path) -> bool:
+def is_whole(folder: Path, most: int = 0) -> bool:
+    """Return whether files are those of the folder's manifest: by content up to `most` bytes, longer ones by size."""
     files = manifest_files(folder)
     return files is not None and all(
-        file_fault(folder, name, entry, content=False) is None for name, entry in files.items()
+        file_fault(folder, name, entry, content=entry["bytes"] <= most) is None for name, entry in files.items()
     )
 
 

@@ -284,6 +284,10 @@ def cache_folder(given: str | None = None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nonlinear-lowrank"
 
 
+MOST_HASHED = 1 << 30
+"""Bytes: a longer file of a cache is known by its size alone, since every start would wait for its hash."""
+
+
 def cached(folder: Path, read: Callable[[Path], T | None], build: Callable[[Path], object]) -> T:
     """Return what `read` finds in a folder, built first if it is absent or not whole (`read` gives None, or raises what
     damaged files raise); several processes build it once. Raise UserError where the cache cannot be written."""
@@ -307,12 +311,6 @@ def cached(folder: Path, read: Callable[[Path], T | None], build: Callable[[Path
             raise UserError(f"cannot write the cache {folder.parent} ({reason}); set cache_dir or NLR_CACHE") from error
     assert ready is not None
     return ready
-
-
-def are_whole(folder: Path, facts: dict[str, Any]) -> bool:
-    """Return whether train.npy and valid.npy hold as many tokens as the facts say; raise ValueError for one cut off."""
-    sides = ("train", "valid")
-    return all(len(np.load(folder / f"{side}.npy", mmap_mode="r")) == facts[side]["tokens"] for side in sides)
 
 
 def data_record(task: Any, fingerprint: str) -> dict[str, Any]:

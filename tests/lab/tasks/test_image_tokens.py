@@ -144,10 +144,16 @@ def test_damaged_files_of_the_cache_are_made_anew(tmp_path, name):
     save_images(tmp_path / "a.npz")
     first = prepare_images(data(tmp_path, tmp_path / "a.npz"))
     (file,) = (tmp_path / "cache" / "image-tokens").glob(f"*/{name}")
-    for damage in (file.unlink, lambda: file.write_bytes(file.read_bytes()[:-5])):
+    content = file.read_bytes()
+    for damage in (
+        file.unlink,
+        lambda: file.write_bytes(content[:-5]),
+        lambda: file.write_bytes(content[:-1] + bytes([content[-1] ^ 1])),
+    ):
         damage()
         again = prepare_images(data(tmp_path, tmp_path / "a.npz"))
         assert again.fingerprint == first.fingerprint
+        assert file.read_bytes() == content
         assert np.array_equal(again.tokenizer.tokenizer.means, first.tokenizer.tokenizer.means)
 
 

@@ -5,6 +5,7 @@ import gzip
 import itertools
 import json
 import lzma
+import os
 import pickle
 import random
 import re
@@ -173,7 +174,8 @@ def test_streamed_dataset_is_read_once_and_packs_like_its_files(tmp_path, monkey
     assert streamed.fingerprint == plain.fingerprint
     assert len(asked) == 1
     names = {each.name for each in streamed.train.path.parent.iterdir()}
-    assert names == {"train.npy", "valid.npy", "valid_bytes.npy", "hashes.npz", "tokenizer", "text.json"}
+    arrays = {"train.npy", "valid.npy", "valid_bytes.npy", "hashes.npz"}
+    assert names == arrays | {"tokenizer", "text.json", "manifest.json"}
     write(path.parent, "jsonl", make_documents())  # a folder that has changed is another source
     assert prepare_text(config, progress=False).fingerprint != plain.fingerprint
 
@@ -280,6 +282,8 @@ def test_cache_is_found_by_content_and_rebuilt_when_damaged(tmp_path):
     left = file.parent.with_name(f".tmp-{file.parent.name}")
     for damage in (
         lambda: file.write_bytes(file.read_bytes()[:-2]),
+        lambda: file.write_bytes(file.read_bytes()[:-2] + b"\1\0"),
+        lambda: os.truncate(file.parent / "tokenizer" / "tokenizer.json", 1000),
         lambda: (file.parent / "text.json").write_text("{"),
         lambda: (shutil.rmtree(file.parent), left.mkdir(), (left / "train.npy").write_bytes(b"half a header")),
     ):
@@ -288,6 +292,7 @@ def test_cache_is_found_by_content_and_rebuilt_when_damaged(tmp_path):
             found = list(pool.map(lambda _: prepare_text(config, progress=False).fingerprint, range(2)))
         assert set(found) == {first.fingerprint}
         assert file.stat().st_mtime_ns != stamp
+        stamp = file.stat().st_mtime_ns
         assert not left.exists()
     path.write_text(path.read_text() + "more words", encoding="utf-8")
     assert prepare_text(config, progress=False).fingerprint != first.fingerprint

@@ -6,6 +6,7 @@ A cache folder, <cache>/image-tokens/<key>, holds
                             one axis, uint16 or uint32
     tokenizer/              the image tokenizer (see `tokenizers`)
     images.json             what they were made of, and how well pictures survive it
+    manifest.json           sizes and hashes of these
 
 The key is a hash of the images' content, of the tokenizer and of what is chosen. What is encoded so far lies in
 <key>.parts: a run that is killed resumes there. An image that cannot be read is skipped, named and counted.
@@ -28,7 +29,8 @@ from PIL import Image
 from tqdm import tqdm
 
 from nlr_lab.runtime.bounds import eight_bits
-from nlr_lab.tasks.task import Prepared, are_whole, cache_folder, cached, choose, fingerprint
+from nlr_lab.runtime.storage import is_whole
+from nlr_lab.tasks.task import MOST_HASHED, Prepared, cache_folder, cached, choose, fingerprint
 from nlr_lab.tasks.text.packed import NpyWriter, TokenBlocks
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import hash_file, staged_folder
@@ -37,7 +39,7 @@ from .sources import Images, ImageSplits, read_digits, read_images
 from .tokenizers import ImageCodec, ImageTokenizer, PatchTokenizer, VQTokenizer, find_vq
 from .tokens import ImageTokenData
 
-_VERSION = 2  # of what a source gives and of the cache's layout; part of the key
+_VERSION = 3  # of what a source gives and of the cache's layout; part of the key
 _BATCH = 256  # images that are held in pixels
 _UNREADABLE = np.iinfo(np.uint32).max  # in place of the class token
 _FIT_IMAGES = 20_000  # that the means of patches are fitted on
@@ -113,7 +115,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], ImageCodec] | None:
     """Return what the cache says of itself, and its tokenizer; None where it is not whole."""
     facts = json.loads((folder / "images.json").read_text(encoding="utf-8"))
     codec = ImageCodec.load(folder / "tokenizer")
-    return (facts, codec) if are_whole(folder, facts) and codec.tokenizer.codes == facts["codes"] else None
+    return (facts, codec) if is_whole(folder, MOST_HASHED) and codec.tokenizer.codes == facts["codes"] else None
 
 
 def _build(config: ImageTokenData, splits: ImageSplits, vq: VQTokenizer | None, folder: Path, progress: bool) -> None:
@@ -134,7 +136,7 @@ def _build(config: ImageTokenData, splits: ImageSplits, vq: VQTokenizer | None, 
         "codes": tokenizer.codes,
         "grid": [side, side],
     }
-    with staged_folder(folder) as staged:
+    with staged_folder(folder, {}) as staged:
         ImageCodec(tokenizer, side, side, splits.classes).save_pretrained(staged / "tokenizer")
         for name, images in (("train", train), ("valid", valid)):
             rows[name] = _encode(config, images, tokenizer, parts / f"{name}.npy", progress)

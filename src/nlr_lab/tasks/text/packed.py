@@ -7,6 +7,7 @@ A cache folder, <cache>/text/<key>, where the key hashes the sources' content an
     valid_bytes.npy        bytes of text of each held-out token
     hashes.npz             hashes of the documents (of the pieces, where one was divided) of either side
     tokenizer/, text.json  what they were made with and what they contain
+    manifest.json          sizes and hashes of these
 """
 
 import hashlib
@@ -25,7 +26,8 @@ import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from nlr_lab.tasks.task import Batch, Examples, Prepared, are_whole, cache_folder, cached
+from nlr_lab.runtime.storage import is_whole
+from nlr_lab.tasks.task import MOST_HASHED, Batch, Examples, Prepared, cache_folder, cached
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import staged_folder
 
@@ -44,7 +46,7 @@ from .tokenizers import (
 if TYPE_CHECKING:
     from .language_model import Masking
 
-_VERSION = 5  # of the cache's layout and of the split; part of the key
+_VERSION = 6  # of the cache's layout and of the split; part of the key
 _TRAINING_BYTES = 20_000_000  # text that a tokenizer is trained on; more changes its merges little
 _PIECES = 200  # that a single document is divided into before some are held out
 _PIECE = 65_536  # characters encoded at a time, so that one novel uses all cores
@@ -200,8 +202,7 @@ def hashes_of(text: Prepared) -> tuple[np.ndarray, np.ndarray]:
 def _read(folder: Path) -> dict[str, Any] | None:
     """Return what the cache says of itself, or None where it is not whole."""
     facts = json.loads((folder / "text.json").read_text(encoding="utf-8"))
-    others = (folder / "tokenizer" / "tokenizer_config.json", folder / "hashes.npz")
-    return facts if are_whole(folder, facts) and all(each.is_file() for each in others) else None
+    return facts if is_whole(folder, MOST_HASHED) else None
 
 
 def _pack(config: TextData, tokenizer: Any, place: Path, without: frozenset[int], progress: bool) -> None:
@@ -214,7 +215,7 @@ def _pack(config: TextData, tokenizer: Any, place: Path, without: frozenset[int]
     def shown(documents: Iterable[Document], what: str) -> Iterator[Document]:
         yield from tqdm(documents, what, count, leave=False, unit=" documents", disable=None if progress else True)
 
-    with staged_folder(place) as folder:
+    with staged_folder(place, {}) as folder:
         spools = [folder / f"{side}.jsonl.zst" for side in ("source", "valid_source")]
         source = valid = _on_disk(config, spools[0], read)
         if config.valid_source is not None:
