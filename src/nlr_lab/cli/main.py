@@ -10,6 +10,7 @@ traceback.
 
 import difflib
 import importlib
+import logging
 import os
 import shlex
 import sys
@@ -72,6 +73,8 @@ def _dispatch(arguments: Sequence[str]) -> None:
     elif name in COMMANDS:
         # peft reads a name that transformers has renamed: nothing that a user of the command could fix.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
+        if sys.stderr.isatty() and rank() == 0:
+            _show_notes()
         getattr(importlib.import_module(f".{FILES.get(name, name)}", __package__), f"run_{name}")(rest)
     elif name in RECIPES:
         raise UserError(f"{name} is a recipe: nlr {RECIPES[name].command} {name}, or nlr compare {name}")
@@ -79,6 +82,14 @@ def _dispatch(arguments: Sequence[str]) -> None:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {name!r}; {hint}")
+
+
+def _show_notes() -> None:
+    """Print what the library logs: that it builds operators, which would look like a hang."""
+    shown, notes = logging.StreamHandler(), logging.getLogger("nonlinear_lowrank")
+    shown.setFormatter(logging.Formatter("nlr: %(message)s"))
+    notes.setLevel(logging.INFO)
+    notes.addHandler(shown)
 
 
 def _help() -> str:

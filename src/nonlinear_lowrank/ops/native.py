@@ -2,12 +2,13 @@
 
 The build needs a C++ compiler (`CXX`, else `c++`) and takes twenty seconds, once for a version of torch, a compiler
 and a kind of processor; the result lies in `$NLR_CACHE`, else `~/.cache/nonlinear-lowrank`. Without a compiler, with
-`NLR_NATIVE=0` in the environment, and inside `use_kernels(False)`, operators are PyTorch's; a build that fails is named
-in a warning. A NOBLE layer's backward is what its forward was.
+`NLR_NATIVE=0` in the environment, and inside `use_kernels(False)`, operators are PyTorch's; a build is logged, and one
+that fails is named in a warning. A NOBLE layer's backward is what its forward was.
 """
 
 import functools
 import hashlib
+import logging
 import os
 import platform
 import subprocess
@@ -26,6 +27,7 @@ from nonlinear_lowrank.hub.storage import sync
 
 from .kernels import enabled
 
+LOG = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("native.cpp")
 _VECTORS = {
     "AVX512": ["-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mfma", "-mprefer-vector-width=512"],
@@ -89,6 +91,7 @@ def _built(vectors: list[str]) -> Path:
         if path.name == _sized(name, path):  # to load one that was cut off would kill the process
             return path
     folder.mkdir(parents=True, exist_ok=True)
+    LOG.info("building the operators in C++, once: some twenty seconds, minutes on a busy machine")
     with tempfile.TemporaryDirectory(dir=folder) as own:  # of this process: others may build at the same time
         made = Path(own) / f"{name}.so"
         subprocess.run([*command, str(SOURCE), "-o", str(made), *links], check=True, capture_output=True, text=True)

@@ -1,6 +1,7 @@
 """The command line: options, errors and help."""
 
 import os
+import pty
 import re
 import shutil
 import subprocess
@@ -121,6 +122,29 @@ def test_a_bug_names_a_file_with_the_traceback(capsys, monkeypatch):
     monkeypatch.setenv("NLR_DEBUG", "1")
     with pytest.raises(ZeroDivisionError):
         cli.main(["train"])
+
+
+BUILDS = """
+import torch
+from nlr_lab.cli import main, train
+from nonlinear_lowrank.ops.native import native
+train.run_train = lambda arguments: native(torch.ones(1))
+main.main(["train"])
+"""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_shows_that_operators_are_built(tmp_path, terminal):
+    """By a compiler that fails at once."""
+    read, write = pty.openpty() if terminal else os.pipe()
+    environment = {**os.environ, "NLR_CACHE": str(tmp_path), "CXX": "false"}
+    subprocess.run([sys.executable, "-c", BUILDS], env=environment, stderr=write, check=True)
+    os.close(write)
+    lines = os.read(read, 10_000).decode().splitlines()
+    os.close(read)
+    note = "nlr: building the operators in C++, once: some twenty seconds, minutes on a busy machine"
+    assert lines[:-1] == [note] * terminal
+    assert lines[-1].startswith("nlr: warning: operators in C++ were not built")
 
 
 def test_ctrl_c_says_how_to_resume(capsys, monkeypatch):
