@@ -68,14 +68,14 @@ def run_evaluate(arguments: list[str]) -> None:
     options = parse(EvaluateOptions, arguments, command="evaluate")
     folder = find_model(options.checkpoint, adapters=True)
     _check(options)
-    recipe = None if options.source is not None or options.tasks else _find_recipe(folder)
+    recipe, trained_on = (None, None) if options.source is not None or options.tasks else _find_recipe(folder)
     results: dict[str, Any] = {"checkpoint": options.checkpoint}
     if recipe is not None and not _continues_text(recipe, folder):
-        results |= _score_held_out(recipe, folder, options)
+        results |= _score_held_out(recipe, folder, options, trained_on)
     elif options.split is not None:
         raise UserError("--split is for the run of nlr finetune on a task of GLUE, without --source and --tasks")
     elif recipe is not None:
-        results["text"] = _score_own_text(recipe, folder, options)
+        results["text"] = _score_own_text(recipe, folder, options, trained_on)
     elif options.source is not None or options.tasks:
         results |= _score_text_and_tasks(folder, options)
     else:
@@ -131,14 +131,16 @@ def _sort_tasks(tasks: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     return local, [name for name in local if name in COMMONSENSE_NAMES], [name for name in tasks if name not in local]
 
 
-def _find_recipe(folder: Path) -> Any:
-    """Return the recipe of the run that made a model: recipe.json beside `model` or above `checkpoints/step-N`."""
+def _find_recipe(folder: Path) -> tuple[Any, str | None]:
+    """Return the recipe of the run that made a model, and the fingerprint of its data: recipe.json beside `model` or
+    above `checkpoints/step-N`."""
     from nlr_lab.training.recipe import Recipe
 
     for place in (folder, folder.parent, folder.parent.parent):
         if (place / "recipe.json").exists():
-            return Recipe.from_json((place / "recipe.json").read_text(encoding="utf-8"))
-    return None
+            text = (place / "recipe.json").read_text(encoding="utf-8")
+            return Recipe.from_json(text), json.loads(text).get("fingerprint")
+    return None, None
 
 
 def _continues_text(recipe: Any, folder: Path) -> bool:
@@ -151,13 +153,13 @@ def _continues_text(recipe: Any, folder: Path) -> bool:
     return generates or (is_adapter(folder) and not recipe.task.pretrained)
 
 
-def _score_held_out(recipe: Any, folder: Path, options: EvaluateOptions) -> dict[str, Any]:
+def _score_held_out(recipe: Any, folder: Path, options: EvaluateOptions, trained_on: str | None) -> dict[str, Any]:
     """Masked language models, classifiers and tuned models: the held-out data of their own recipe."""
     from nlr_lab.evaluation.losses import score_saved
     from nlr_lab.runtime.environment import choose_device
 
     where: dict[str, Any] = {"device": str(choose_device(options.device)), "batch_size": options.batch_size}
-    scores = score_saved(recipe.task, folder, base=options.base, split=options.split, **where)
+    scores = score_saved(recipe.task, folder, base=options.base, split=options.split, fingerprint=trained_on, **where)
     measure = recipe.task.measure
     unit = measure.unit if measure.is_loss else "squared error" if "pearson" in scores else "nats"
     loss = f"loss {scores['loss']:.4f} {unit}"
@@ -167,12 +169,19 @@ def _score_held_out(recipe: Any, folder: Path, options: EvaluateOptions) -> dict
     return {"split": options.split, "held_out": scores}
 
 
-def _score_own_text(recipe: Any, folder: Path, options: EvaluateOptions) -> dict[str, Any]:
+def _score_own_text(recipe: Any, folder: Path, options: EvaluateOptions, trained_on: str | None) -> dict[str, Any]:
     """Score the evaluation sequences that the checkpoint's training measured itself on: tokens already."""
-    from nlr_lab.evaluation.losses import score_sequences
+    from nlr_lab.evaluation.losses import check_data, score_sequences
 
     model = open_language_model(folder, options.device, options.base)
-    prepared = recipe.task.prepare()
+    what, data = ("text", recipe.task.text) if hasattr(recipe.task, "text") else ("images", recipe.task.tokens)
+    others = ", or pass --source FILE" if what == "text" else ""
+    try:
+        prepared = recipe.task.prepare()
+    except UserError as error:
+        hint = f"bring it back, or run this in the folder that the run was started in{others}"
+        raise UserError(f"the {what} of the run cannot be read ({error}); {hint}") from error
+    check_data(prepared, trained_on, others)
     if prepared.vocab_size != model.config.vocab_size:
         raise UserError(
             f"the text of {recipe.name} now has a vocabulary of {prepared.vocab_size}, the model one of "
@@ -180,7 +189,6 @@ def _score_own_text(recipe: Any, folder: Path, options: EvaluateOptions) -> dict
         )
     size = prepared.valid_bytes_per_token
     score = score_sequences(model, prepared.valid, bytes_per_token=size, batch_size=options.batch_size)
-    what, data = ("text", recipe.task.text) if hasattr(recipe.task, "text") else ("images", recipe.task.tokens)
     name = f"held-out {what} of {recipe.name} ({data.source})"
     print(f"{name}: {score}")
     return {"source": name, **score.to_json()}

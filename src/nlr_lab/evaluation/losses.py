@@ -139,13 +139,15 @@ def score_saved(
     *,
     base: str | None = None,
     split: str | None = None,
+    fingerprint: str | None = None,
     device: str = "cpu",
     batch_size: int = 16,
 ) -> dict[str, float]:
     """Loss and scores of a saved model or adapter on the held-out data of the task, a recipe's, that it was made for.
 
     An adapter goes on the pretrained model that the task names, or on `base`, with its new head. `split` is "dev" or
-    "test" of GLUE's tasks; None: what the run was scored on. Raise UserError where data or model cannot be used."""
+    "test" of GLUE's tasks; None: what the run was scored on, whose `fingerprint` is checked. Raise UserError where data
+    or model cannot be used."""
     adapter = is_adapter(folder)
     if adapter:
         check_weights(folder)
@@ -156,7 +158,16 @@ def score_saved(
     if split is not None:
         task = task.on_split(split)
     prepared = task.prepare()
+    if split is None:
+        check_data(prepared, fingerprint)
     return score_held_out(open_saved(task, prepared, folder).to(device), prepared, batch_size=batch_size)
+
+
+def check_data(prepared: Any, fingerprint: str | None, others: str = "") -> None:
+    """Raise UserError where data are not those of the run with this fingerprint (None: not known); `others` is what can
+    be done but bring them back."""
+    if fingerprint not in (None, prepared.fingerprint):
+        raise UserError(f"the data are no longer those that the run was trained on; bring the former ones back{others}")
 
 
 def open_saved(task: Any, prepared: Any, folder: Path) -> Any:

@@ -98,4 +98,6 @@ def test_wrong_input_is_refused(root, tmp_path, capsys):
     assert re.search(r"no adapter_model\.safetensors", refused(capsys, "evaluate", glue))
     shutil.rmtree(root / "glue")
     assert "glue" in refused(capsys, "evaluate", full)
+    kit.glue_folder(root / "glue", seed=1)
+    assert "the data are no longer those" in refused(capsys, "evaluate", full)
     kit.glue_folder(root / "glue")
