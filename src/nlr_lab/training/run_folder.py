@@ -56,11 +56,14 @@ class RunFolder:
         self.path, self.recipe = path, recipe
         self._held = ExitStack()
         self._shared: int | None = None  # of a run that is made longer
+        self._moved = False  # the data
 
-    def check(self, *, resume: bool, overwrite: bool) -> TrainResult | None:
+    def check(self, *, resume: bool, overwrite: bool, prepared: Any = None) -> TrainResult | None:
         """Return the result of a finished run that is resumed, else None; UserError where it may not be written to.
 
-        A resumed run may have more steps than it began with, where its learning rate has not come down for fewer.
+        A resumed run may have more steps than it began with, where its learning rate has not come down for fewer. Where
+        data lie (`...source`) is no difference: what they are, the fingerprint says, here of a finished run (its data
+        are `prepared`, or prepared for this), else in `open`.
         """
         if not holds_former(self.path, RECIPE, "training run of ours", resume=resume, overwrite=overwrite):
             return None
@@ -70,14 +73,26 @@ class RunFolder:
             self._shared = self._shared_steps(former.train)
             before["train.steps"] = now["train.steps"]
         for name in sorted((before.keys() | now.keys()) - _FREE):
-            if before.get(name) != now.get(name):
+            if name.endswith("source") and before.get(name) and now.get(name):
+                self._moved |= before[name] != now[name]
+            elif before.get(name) != now.get(name):
                 raise UserError(
                     f"{name} was {before.get(name)!r} when the run in {self.path} started and is {now.get(name)!r} "
                     "now; resume with the former value, use another folder, or --overwrite"
                 )
         result = self.path / RESULT
-        found = result.is_file() and self._shared is None
-        return TrainResult.from_json(result.read_text(encoding="utf-8")) if found else None
+        if not result.is_file() or self._shared is not None:
+            return None
+        if self._moved:
+            self._check_data((prepared or self.recipe.task.prepare(progress=False)).fingerprint)
+        return TrainResult.from_json(result.read_text(encoding="utf-8"))
+
+    def _check_data(self, fingerprint: str) -> None:
+        if read_json(self.path / RECIPE, recipe=dict).get("fingerprint") != fingerprint:
+            raise UserError(
+                f"the text is no longer the one that the run in {self.path} was started on; "
+                "bring the former one back, or use another folder"
+            )
 
     def _shared_steps(self, former: TrainConfig) -> int:
         """Return how many steps are those of the longer run too; UserError where no checkpoint is among them."""
@@ -100,11 +115,8 @@ class RunFolder:
     def open(self, fingerprint: str, *, overwrite: bool) -> None:
         """Make the folder this run's; UserError where its run began with other data, or it cannot be written."""
         about = self.path / RECIPE
-        if not overwrite and about.is_file() and read_json(about, recipe=dict).get("fingerprint") != fingerprint:
-            raise UserError(
-                f"the text is no longer the one that the run in {self.path} was started on; "
-                "bring the former one back, or use another folder"
-            )
+        if not overwrite and about.is_file():
+            self._check_data(fingerprint)
         self._held.enter_context(opened(self.path, *_OURS, overwrite=overwrite))
         with disk_errors(str(self.path)):
             if self._shared is not None:
@@ -113,12 +125,13 @@ class RunFolder:
                         print(f"deleting {child}, which is none of the longer run's", file=sys.stderr)
                         discard(child)
                 (self.path / RESULT).unlink(missing_ok=True)
+            if self._shared is not None or self._moved:
                 write_json(about, {**read_json(about, recipe=dict), "recipe": self.recipe.to_dict()})
             if not about.is_file():
                 recipe = {"recipe": self.recipe.to_dict(), "fingerprint": fingerprint}
                 made = {**provenance(self.recipe.train.threads), "deterministic": determinism()}
                 write_json(about, {**recipe, **made})
-            if not (self.path / DATA).is_file():
+            if self._moved or not (self.path / DATA).is_file():
                 write_json(self.path / DATA, data_record(self.recipe.task, fingerprint))
 
     def close(self) -> None:

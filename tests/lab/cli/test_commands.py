@@ -48,6 +48,29 @@ def test_train_leaves_a_run_that_evaluate_repeats(trained, capsys, tmp_path):
     assert re.search(r"perplexity \d.* bits per byte \d", out)
 
 
+def test_data_may_move_and_not_change(tmp_path, capsys, monkeypatch):
+    text, out, elsewhere = corpus(tmp_path), tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    command = ["train", "llm-demo", "--arm", "baseline", "--cache-dir", tmp_path / "cache", *SIZES, "--out", out]
+    succeed(capsys, *command, "--source", text.name)
+    scored = succeed(capsys, "evaluate", out).replace(text.name, "")
+    before = json.loads((out / "result.json").read_text())
+    (out / "result.json").unlink()
+    monkeypatch.chdir(elsewhere)
+    assert "in the folder that the run was started in, or pass --source" in refused(capsys, "evaluate", out)
+    succeed(capsys, *command, "--source", text, "--resume")
+    assert json.loads((out / "result.json").read_text())["curve"] == before["curve"]
+    assert succeed(capsys, "evaluate", out).replace(str(text), "") == scored, "the new place is known"
+    moved = text.rename(tmp_path / "moved.txt")
+    assert "after 4 steps" in succeed(capsys, *command, "--source", moved, "--resume")
+    moved.write_text(moved.read_text().swapcase())
+    assert "no longer the one that the run" in refused(capsys, *command, "--source", moved, "--resume")
+    moved.rename(text)
+    error = "no longer those that the run was trained on; bring the former ones back, or pass --source"
+    assert error in refused(capsys, "evaluate", out)
+
+
 @pytest.mark.parametrize("kind", ["toml", "yaml", "json"])
 def test_settings_come_from_a_file_and_options_override_it(trained, capsys, tmp_path, kind):
     _, options = trained
