@@ -27,6 +27,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.card import shown_name, table, write_card
 from nonlinear_lowrank.hub.loading import BASE
 from nonlinear_lowrank.hub.storage import hash_file, staged_folder, versions
+from nonlinear_lowrank.validation import one_line
 
 from .arms import is_adapted
 from .recipe import Recipe, TrainConfig
@@ -85,7 +86,11 @@ class RunFolder:
             return None
         if self._moved:
             self._check_data((prepared or self.recipe.task.prepare(progress=False)).fingerprint)
-        return TrainResult.from_json(result.read_text(encoding="utf-8"))
+        try:
+            return _read_result(result)
+        except UserError as error:
+            print(f"{error}; it is written anew", file=sys.stderr)
+            return None
 
     def _check_data(self, fingerprint: str) -> None:
         if read_json(self.path / RECIPE, recipe=dict).get("fingerprint") != fingerprint:
@@ -162,6 +167,13 @@ class RunFolder:
             about = {"data": prepared.describe() | drawn, "versions": versions()}
             with disk_errors(str(self.path / RESULT)):
                 write_json(self.path / RESULT, {**result.to_dict(), **about})
+
+
+def _read_result(file: Path) -> TrainResult:
+    try:
+        return TrainResult.from_json(file.read_text(encoding="utf-8"))
+    except (UserError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is {one_line(error)}") from error
 
 
 # --- the model's card -----------------------------------------------------------------------------------------
@@ -241,11 +253,12 @@ def command_of(recipe: Recipe) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class FormerRun:
-    """A run folder that is to be repeated: its recipe, and the contents of its recipe.json."""
+    """A run folder that is to be repeated: its recipe, the contents of its recipe.json, and its result if it ended."""
 
     path: Path
     recipe: Recipe
     about: dict[str, Any]
+    result: TrainResult | None
 
     @classmethod
     def read(cls, path: Path, command: str = "train") -> "FormerRun":
@@ -259,7 +272,12 @@ class FormerRun:
         own = "finetune" if recipe.task.pretrained else "train"
         if own != command:
             raise UserError(f"the run in {path} is one of nlr {own}: nlr {own} --from {path} --out NEW")
-        return cls(path=path, recipe=recipe, about=about)
+        try:
+            result = _read_result(path / RESULT) if (path / RESULT).is_file() else None
+        except UserError as error:
+            hint = f"nlr {command} --config {path / RECIPE} --out {path} --resume writes it anew"
+            raise UserError(f"{error}; {hint}") from error
+        return cls(path=path, recipe=recipe, about=about, result=result)
 
     def changes(self) -> list[str]:
         """Return a line for each version, property of the machine, commit and data file that is not as it was."""
@@ -281,9 +299,9 @@ class FormerRun:
         """Return one line on whether the repetition, with this result in this folder, gave the same bits."""
         if result.fingerprint != self.about.get("fingerprint"):
             return f"not the data of {self.path}: what was trained on has another fingerprint"
-        if not (self.path / RESULT).is_file():
+        if self.result is None:
             return f"{self.path} was not finished: there is no result to compare with"
-        before = TrainResult.from_json((self.path / RESULT).read_text(encoding="utf-8")).to_dict()
+        before = self.result.to_dict()
         for name, value in result.to_dict().items():
             old, new = json.dumps(before[name]), json.dumps(value)
             if old != new and name != "seconds":

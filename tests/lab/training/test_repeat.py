@@ -162,6 +162,8 @@ def test_changes_are_named(trained, tmp_path, capsys):
         ("train --from {code} --out {new}", "calls test_repeat:unpools, code that the folder only names"),
         ("train --from {code} --out {new} --allow-code", "no deterministic kernel"),  # it was called
         ("train --from {damaged} --out {new}", "is damaged"),
+        ("train --from {torn} --out {new}", "torn/result.json is not the result of a run: JSONDecodeError"),
+        ("train --from {torn} --out {new}", "recipe.json --out {torn} --resume writes it anew"),
     ],
 )
 def test_refused(trained, tmp_path, capsys, arguments, words):
@@ -170,7 +172,9 @@ def test_refused(trained, tmp_path, capsys, arguments, words):
     for name, text in {"code": json.dumps(about), "damaged": '{"recipe": {"name": "x"'}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "recipe.json").write_text(text)
-    places = {"run": trained / "run", **{name: tmp_path / name for name in ("new", "code", "damaged")}}
+    shutil.copytree(trained / "run", tmp_path / "torn")
+    (tmp_path / "torn" / "result.json").write_text('{"arm": "noble", "se')
+    places = {"run": trained / "run", **{name: tmp_path / name for name in ("new", "code", "damaged", "torn")}}
     code, _, err = run(capsys, *(each.format(**places) for each in arguments.split()))
     assert code == 2
     assert words.format(**places) in err

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -250,6 +251,9 @@ def test_finished_run_is_kept_by_resume_and_replaced_by_overwrite(tmp_path):
         assert_refused(rf"^{field} was ", train, out, resume=True, **change)
     assert train(out, resume=True, log_every=1, keep_checkpoints=1) == first, "these change no number"
     assert snapshot(out) == before, "a finished run is not run again"
+    (out / "result.json").write_text("{}")
+    assert replace(train(out, resume=True), seconds=0) == replace(first, seconds=0), "from the last checkpoint"
+    assert json.loads((out / "result.json").read_text())["curve"] == [list(each) for each in first.curve]
     (out / "result.json").unlink()
     assert_refused("no longer the one", train, out, resume=True, prepared=FakeText(fingerprint="other"))
     (out / "letter.txt").write_text("somebody's")
