@@ -97,6 +97,8 @@ def disk_errors(what: str, hint: str = "make room and go on with --resume") -> I
         why = os.strerror(number) if number else str(error)
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             why = "no space left on the disk"
+        else:
+            hint = hint.replace("make room", "fix that")
         raise UserError(f"cannot write {what}: {why}{hint and '; '}{hint}") from error
 
 
