@@ -134,12 +134,14 @@ def _sort_tasks(tasks: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 def _find_recipe(folder: Path) -> tuple[Any, str | None]:
     """Return the recipe of the run that made a model, and the fingerprint of its data: recipe.json beside `model` or
     above `checkpoints/step-N`."""
+    from nlr_lab.runtime.storage import read_json
     from nlr_lab.training.recipe import Recipe
 
+    hint = "bring it back, or score text with --source FILE"
     for place in (folder, folder.parent, folder.parent.parent):
         if (place / "recipe.json").exists():
-            text = (place / "recipe.json").read_text(encoding="utf-8")
-            return Recipe.from_json(text), json.loads(text).get("fingerprint")
+            about = read_json(place / "recipe.json", hint, recipe=dict)
+            return Recipe.from_dict(about["recipe"]), about.get("fingerprint")
     return None, None
 
 

@@ -27,6 +27,9 @@ from nonlinear_lowrank.validation import install_hint, one_line
 
 from . import COMMANDS, FILES
 
+_GO_ON = ("scale", "reproduce")
+"""Commands that have no --resume: they go on in a folder that they were stopped in."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of these arguments, or of sys.argv's, and return the exit code."""
@@ -53,7 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # `No such file or directory: x` rather than `[Errno 2] No such file or directory: 'x'`.
             return _fail(error.strerror + (f": {error.filename}" if error.filename is not None else ""), 2)
         if isinstance(error, UserError | OSError):
-            return _fail(one_line(error, most=2000), 2)
+            message = one_line(error, most=2000)
+            if (
+                arguments and arguments[0] in _GO_ON
+            ):  # what they run is a comparison's or a run's, which know of that option
+                message = message.replace("go on with --resume", "run the same command again")
+            return _fail(message, 2)
         if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(("nlr_", "nonlinear_")):
             return _fail(f"{error.name.partition('.')[0]} is needed here: {install_hint('lab')}", 2)
         log = Path(tempfile.mkdtemp(prefix="nlr-"), "error.log")  # outside the user's folders
@@ -109,7 +117,7 @@ def _fail(message: str, code: int) -> int:
 
 def _how_to_resume(arguments: Sequence[str]) -> str:
     """Return what to type after Ctrl-C: the same command, with --resume where there is such a thing."""
-    if arguments and arguments[0] in ("scale", "reproduce"):
+    if arguments and arguments[0] in _GO_ON:
         return f"resume from the last checkpoint with: nlr {shlex.join(arguments)}"
     if not arguments or arguments[0] not in (*KINDS, "compare"):
         return "nothing was kept"

@@ -84,7 +84,7 @@ def _rungs(ladder: str | None) -> list[dict[str, Any]]:
     file = path / RESULTS if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"no ladder in {ladder}: {RESULTS} of nlr scale is not there")
-    return list(read_json(file, rungs=list)["rungs"])
+    return list(read_json(file, "run nlr scale on its folder again, which writes it", rungs=list)["rungs"])
 
 
 def _table(found: Any) -> str:

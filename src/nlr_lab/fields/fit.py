@@ -66,6 +66,7 @@ _FREE = FREE | {"problem.name", "problem.source"}
 
 # SETTINGS last: while it is there, the folder can still be resumed or overwritten.
 _OURS = (RESULT, LOG, "model", "pictures", "checkpoints", SETTINGS)
+_HINT = "use another folder, or --overwrite"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +139,7 @@ def fit(
     if holds_former(path, SETTINGS, "fit", resume=resume, overwrite=overwrite):
         changed = _changes(path, settings)
         kinds = {"score": str, "metrics": dict, "curve": list, "parameters": int, "seconds": float, "files": list}
-        former = read_json(path / RESULT, **kinds) if (path / RESULT).is_file() else None
+        former = read_json(path / RESULT, _HINT, **kinds) if (path / RESULT).is_file() else None
     device = choose_device(config.device, dtype=torch.float64)  # losses are summed so
     model = build(problem, method, config.seed)
     if former is not None:
@@ -345,7 +346,7 @@ class _Run(Stepper):
 
 def _changes(path: Path, settings: Mapping[str, Any]) -> bool:
     """Return whether a resumed fit has other settings; raise UserError where they would change its numbers."""
-    before = flatten(read_json(path / SETTINGS, settings=dict)["settings"])
+    before = flatten(read_json(path / SETTINGS, _HINT, settings=dict)["settings"])
     now = flatten(json.loads(json.dumps(settings)))
     changed = [name for name, value in now.items() if name not in before or before[name] != value]
     for name in changed:

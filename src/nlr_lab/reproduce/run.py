@@ -168,7 +168,7 @@ def _evaluate(trial: Compare, folder: Path, arm: Any, sources: Mapping[str, str]
     for run in arm.runs:
         model = model_folder(folder, arm.own["name"], run)
         file = model.parent / _EVALUATED
-        known = read_json(file) if file.is_file() else {}
+        known = read_json(file, "delete it: it is made anew") if file.is_file() else {}
         if missing := [task for task in trial.tasks.values() if task not in known]:
             known |= score_model(trial.recipe.task, model, missing, sources, trial.shots)
             write_json(file, known)
@@ -370,7 +370,7 @@ def state(table: Table, scale: str, out: Path) -> str:
     if not file.is_file():
         trials = (out / slug(table.home) / scale).is_dir()
         return "begun" if trials else "not run"
-    record = read_json(file, rows=list)
+    record = read_json(file, "delete it: it is made anew", rows=list)
     n = f", n = {record['n']}" if record["n"] else ""
     return f"run: {record['measured']} of {record['cells']} cells{n}"
 

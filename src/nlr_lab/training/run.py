@@ -90,7 +90,9 @@ def run_training(
         quiet = quiet or not arguments.should_save
         start = _optimizer_start(recipe)
         micro = _micro_batch(recipe.train, arguments.world_size)
-        finished: TrainResult | None = on_rank_0(lambda: folder.check(resume=resume, overwrite=overwrite, prepared=prepared))
+        finished: TrainResult | None = on_rank_0(
+            lambda: folder.check(resume=resume, overwrite=overwrite, prepared=prepared)
+        )
         if finished is not None and finished.status == "diverged":
             hint = "lower the learning rate or lengthen the warm-up, and start anew"
             raise DivergedError(f"the run in {out} diverged at step {finished.steps}; {hint}", finished.steps)

@@ -68,7 +68,8 @@ class RunFolder:
         """
         if not holds_former(self.path, RECIPE, "training run of ours", resume=resume, overwrite=overwrite):
             return None
-        former = Recipe.from_dict(read_json(self.path / RECIPE, recipe=dict)["recipe"])
+        hint = f"bring it back, or delete {self.path} to train anew"
+        former = Recipe.from_dict(read_json(self.path / RECIPE, hint, recipe=dict)["recipe"])
         before, now = flatten(former.to_dict()), flatten(self.recipe.to_dict())
         if 0 < former.train.steps < self.recipe.train.steps:
             self._shared = self._shared_steps(former.train)
@@ -157,7 +158,7 @@ class RunFolder:
             base: Any = model.get_base_model() if is_adapted(model) else None
             if hasattr(base, "write_base"):
                 base.write_base(folder / BASE)
-            data = read_json(self.path / DATA, sources=dict, fingerprint=str)
+            data = read_json(self.path / DATA, "delete it: it is made anew", sources=dict, fingerprint=str)
             _write_card(folder, self.recipe, result, data, trainer.drawn)
 
     def write_result(self, trainer: RunTrainer, prepared: Any, result: TrainResult) -> None:
@@ -291,7 +292,8 @@ class FormerRun:
             if git and git["dirty"]:
                 lines.append(f"the working directory {had} changes beside its commit {git['commit'][:12]}")
         if (self.path / DATA).is_file():
-            former = read_json(self.path / DATA, sources=dict, fingerprint=str)
+            hint = "delete it: the files are then not compared"
+            former = read_json(self.path / DATA, hint, sources=dict, fingerprint=str)
             lines += changed_files(former, data_record(self.recipe.task, former["fingerprint"]))
         return lines
 

@@ -1,5 +1,6 @@
 """The command line: options, errors and help."""
 
+import importlib
 import os
 import pty
 import re
@@ -9,6 +10,7 @@ import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
+from unittest.mock import Mock
 
 import pytest
 
@@ -155,6 +157,14 @@ def test_ctrl_c_says_how_to_resume(capsys, monkeypatch):
     assert err.endswith("nlr compare llm-demo --out 'a b' --resume\n")
     assert err.count("\n") == 1
     assert "--resume" not in run(capsys, "inspect", "llm-demo")[2]
+
+
+@pytest.mark.parametrize("command", ["scale", "reproduce"])
+def test_errors_name_no_option_that_the_command_lacks(capsys, monkeypatch, command):
+    error = UserError("no space left on the disk; make room and go on with --resume")
+    monkeypatch.setattr(importlib.import_module(f"nlr_lab.cli.{command}"), f"run_{command}", Mock(side_effect=error))
+    line = "nlr: no space left on the disk; make room and run the same command again\n"
+    assert run(capsys, command) == (2, "", line)
 
 
 @dataclass(frozen=True, kw_only=True)

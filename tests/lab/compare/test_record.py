@@ -9,10 +9,12 @@ import pytest
 
 from compare_helpers import ACCURACY, a_record, a_run, an_arm, curved_run
 from nlr_lab.compare import report
+from nlr_lab.compare.record import TIMING, Folder
 from nlr_lab.compare.report import draw_models, findings, mean_curve, render_report, training_rows
 from nlr_lab.compare.statistics import curve_cautions, late_change, paired_mean
 from nlr_lab.compare.trial import Choice, next_choices
 from nlr_lab.tasks.task import LOSS, Measure
+from refusals import assert_refused
 from seeds import rng
 
 SEEDS = (1, 2, 3)
@@ -291,3 +293,11 @@ def test_curves_are_drawn_against_tokens_flops_and_hours_where_these_are_known(t
     assert lines(panels[2])["baseline"].get_xdata()[-1] == pytest.approx(1.0)
     (above,) = drawn["curves.png"].child_axes
     assert above.get_xlabel() == "tokens"
+
+
+def test_damaged_step_times_cost_no_runs(tmp_path):
+    folder = Folder(tmp_path, {}, {"a": {}}, ())
+    folder.save_times({"a": [1.0, 2.0]}, None)
+    assert folder.load_times(2, None) == {"a": [1.0, 2.0]}
+    (tmp_path / TIMING).write_text((tmp_path / TIMING).read_text()[:20])
+    assert_refused(f"{TIMING} is damaged, .*; delete it: it is measured anew$", folder.load_times, 2, None)

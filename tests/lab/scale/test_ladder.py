@@ -128,6 +128,10 @@ def test_refuses_other_settings_data_and_folders(tmp_path):
     assert_refused("batch_size was 4 in .* and is 8 now; use the former", run_ladder, ladder, tmp_path / "out")
     other = replace(ladder, batch_size=4)
     assert_refused("are of other data; bring those back", run_ladder, other, tmp_path / "out", quiet=True)
+    (tmp_path / "out" / "ladder.json").write_text('{"settings": ')
+    assert_refused(
+        "ladder.json is damaged, .*; bring it back, or use another folder$", run_ladder, other, tmp_path / "out"
+    )
 
 
 def test_full_disk_is_named_with_the_file(tmp_path, monkeypatch):

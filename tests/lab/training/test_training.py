@@ -261,7 +261,8 @@ def test_finished_run_is_kept_by_resume_and_replaced_by_overwrite(tmp_path):
     assert (out / "letter.txt").read_text() == "somebody's"
     assert Recipe.from_json((out / "recipe.json").read_text()).arm == Arm()
     (out / "recipe.json").write_text('{"recipe": {"name"')
-    assert_refused("damaged", train, out, arm="baseline", steps=2, resume=True)
+    fix = f"recipe.json is damaged, .*; bring it back, or delete {out} to train anew"
+    assert_refused(fix, train, out, arm="baseline", steps=2, resume=True)
     assert_refused("not the result", TrainResult.from_json, '{"arm": "x"}')
 
 
