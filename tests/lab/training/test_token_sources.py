@@ -1,11 +1,12 @@
 """Runs on token files and mixtures: killed, resumed, recorded."""
 
 import json
+import os
 
 import numpy as np
 import pytest
 
-from cli_helpers import refused, succeed
+from cli_helpers import refused, run, succeed
 from nlr_lab.runtime.storage import step_folders
 from nlr_lab.tasks.text.data import TextData
 from seeds import rng
@@ -75,6 +76,12 @@ def test_commands_take_token_files(tmp_path, capsys, tokenizer):
     out = tmp_path / "out"
     assert "next: nlr evaluate" in succeed(capsys, "train", "llm-demo", *source, *sizes, "--out", out)
     assert "loss" in succeed(capsys, "evaluate", out)
+    about, ids = (folder / "b.bin").stat(), np.fromfile(folder / "b.bin", "<u2")
+    ids[::-1].tofile(folder / "b.bin")
+    os.utime(folder / "b.bin", ns=(about.st_atime_ns, about.st_mtime_ns))
+    (out / "result.json").unlink()
+    command = ["train", "llm-demo", *source, *sizes, "--out", out, "--resume"]
+    assert "no longer the one that the run" in run(capsys, *command)[2]
     if tokenizer == "none":
         assert "tokenizer" in refused(capsys, "generate", out, "--prompt", "w5")
     np.full(64, VOCABULARY, "<u2").tofile(folder / "b.bin")

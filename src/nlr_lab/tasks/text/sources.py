@@ -24,6 +24,7 @@ from .tokenizers import boundary_id, byte_lengths, load_tokenizer, tokenizer_has
 _MOST_SCANNED = 64 << 30  # bytes; of a longer source the ends of each file are, and every id when it is read
 _ENDS = 1 << 20  # ids
 _CHUNK = 1 << 24  # ids
+_SAMPLES, _SAMPLE = 16, 1 << 16  # parts of a file by which other ids of its size and time are known, and ids of each
 
 
 def prepare_source(config: TextData, *, progress: bool = True) -> Prepared:
@@ -119,9 +120,13 @@ def _open(config: TextData, source: str, vocab_size: int, end: int | None) -> tu
 
 
 def _scan(shard: Shard, cache: Path, *, whole: bool) -> dict[str, Any]:
-    """Return the lowest and highest id and a hash of a file, or of its two ends; cached by path, size and time."""
-    about = shard.path.stat()
+    """Return the lowest and highest id and a hash of a file, or of its two ends; cached by path, size and time, and
+    by samples of its ids, the ends among them: a copy may keep the time."""
+    about, sample = shard.path.stat(), hashlib.sha256()
+    for start in np.linspace(0, max(0, shard.stored - _SAMPLE), _SAMPLES, dtype=int):
+        sample.update(shard.ids[start : start + _SAMPLE].tobytes())
     key = [str(shard.path.resolve()), about.st_size, about.st_mtime_ns, shard.dtype.str, shard.offset, whole]
+    key.append(sample.hexdigest())
     folder = cache / "tokens" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
     def read(place: Path) -> dict[str, Any] | None:
