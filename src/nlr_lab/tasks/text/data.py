@@ -296,7 +296,7 @@ def parse_json(text: str, place: str) -> Any:
         if "\\u" in text:  # the one way to write half of a surrogate pair, which no tokenizer takes
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{place} is not JSON: {one_line(error)}") from error
+        raise UserError(f"{place} is not JSON: {one_line(error)}; correct or remove it") from error
     return value
 
 
@@ -336,4 +336,6 @@ def _reading(path: Path, *also: type[Exception]) -> Iterator[None]:
     try:
         yield
     except (lzma.LZMAError, zlib.error, EOFError, OSError, *also) as error:  # type: ignore[misc]
-        raise UserError(f"cannot read {path}: {one_line(error)}") from error
+        refused = isinstance(error, OSError) and error.errno is not None
+        hint = "" if refused else "; it is damaged or of another kind: fetch or write it again"
+        raise UserError(f"cannot read {path}: {one_line(error)}{hint}") from error
