@@ -76,8 +76,7 @@ def run_train(arguments: list[str]) -> None:
     loss = f"evaluation loss {result.final_loss:.4f}{' ' + measure.unit if measure.is_loss else ''}"
     score = "" if measure.is_loss else f"{measure.name} {result.score:.4f}, "
     print(f"{score}{loss} after {result.steps} steps; {options.out}/model")
-    if result.diverged_at is not None:
-        print(f"it diverged: the training loss spiked at step {result.diverged_at} and did not recover")
+    _print_divergence(result.diverged_at)
     if former is not None:
         print(former.verdict(result, Path(options.out)))
     text = isinstance(recipe.task, LanguageModelTask | OptLanguageModelTask)
@@ -104,6 +103,7 @@ def run_finetune(arguments: list[str]) -> None:
     share = f"({100 * trained / total:.2f} %)"
     print(f"{arm.name}: {trained:,} of {total:,} parameters trained {share}, {result.steps} steps")
     print("last step:", "   ".join(f"{key} {value:.4f}" for key, value in result.scores.items()))
+    _print_divergence(result.diverged_at)
     if result.metric != "loss" and result.best_step != result.steps:
         print(f"best held-out {result.metric} at step {result.best_step}: {result.metric} {result.best_score:.4f}")
     if former is not None:
@@ -132,7 +132,13 @@ def run_fit(arguments: list[str]) -> None:
     result = fit(problem, method, recipe.train, options.out, about=about, **again)
     numbers = ", ".join(f"{each.replace('_', ' ')} {value:.4g}" for each, value in result.metrics.items())
     print(f"{numbers} after {result.steps} steps; {result.parameters:,} parameters, {method}")
+    _print_divergence(result.diverged_at)
     print(f"in {options.out}: model/model.safetensors, result.json, {', '.join(result.files)}")
+
+
+def _print_divergence(step: int | None) -> None:
+    if step is not None:
+        print(f"it diverged: the training loss rose at step {step} and did not recover; lower the learning rate")
 
 
 def _parse_run(arguments: list[str], command: str) -> tuple[Any, Any, Any]:

@@ -16,6 +16,7 @@ from nlr_lab.fields.settings import FieldRecipe
 from nlr_lab.runtime.environment import choose_device, cpu_threads, many_compiled, told_of_memory
 from nlr_lab.runtime.storage import read_manifest, write_json
 from nlr_lab.tasks.task import Measure
+from nlr_lab.training.result import before
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
 
@@ -135,13 +136,14 @@ class FieldTrials(Trials):
         if "diverged" in record:
             step = int(record["diverged"])
             return Run(**known, final_loss=None, steps=step, seconds=0.0, curve=(), diverged_at=step)
-        score = record["score"]
+        known |= {"steps": int(record["steps"]), "seconds": float(record["seconds"])}
+        score, curve = record["score"], tuple((entry["step"], entry["loss"]) for entry in record["curve"])
+        if (at := record.get("diverged_at")) is not None:
+            return Run(**known, final_loss=None, curve=before(curve, at), diverged_at=at)
         return Run(
             **known,
-            final_loss=float(record["curve"][-1]["loss"]),
-            steps=int(record["steps"]),
-            seconds=float(record["seconds"]),
-            curve=tuple((entry["step"], entry["loss"]) for entry in record["curve"]),
+            final_loss=float(curve[-1][1]),
+            curve=curve,
             score=float(record["metrics"][score]),
             metric_curve=tuple((entry["step"], entry[score]) for entry in record["curve"]),
             metrics=dict(record["metrics"]),

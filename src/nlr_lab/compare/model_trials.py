@@ -21,7 +21,7 @@ from nlr_lab.runtime.processes import on_rank_0, world_size
 from nlr_lab.training.arms import ARM_METHODS, Arm
 from nlr_lab.training.methods import Sized, mlp_width
 from nlr_lab.training.recipe import Recipe, TrainConfig
-from nlr_lab.training.result import stability
+from nlr_lab.training.result import before, stability
 from nlr_lab.training.run import (
     apply_arm,
     build_model,
@@ -258,25 +258,29 @@ class ModelTrials(Trials):
         self.train(recipe, folder, resume=resume, overwrite=False, **known)
 
     def read(self, record: Mapping[str, Any], choice: Choice, seed: int) -> Run:
-        diverged, steps = record["status"] != "done", int(record["steps"])
-        train_curve, plain_curve = _points(record, "train_curve"), _points(record, "plain_curve")
+        steps, train_curve = int(record["steps"]), _points(record, "train_curve")
+        known: dict[str, Any] = {"seed": seed, "lr": choice.lr, "head_lr": choice.head_lr, "steps": steps}
+        known |= {"seconds": float(record["seconds"]), "curve": _points(record, "curve")}
+        known |= {"train_curve": _thinned(train_curve, steps)}
+        stable: dict[str, Any] = {"diverged_at": steps}
+        if record["status"] == "done":
+            stable = stability(train_curve, steps, record.get("untrained_loss"))
+        if stable["diverged_at"] is not None:
+            # An explosion would flatten the other arms in the pictures.
+            known |= {name: before(known[name], stable["diverged_at"]) for name in ("curve", "train_curve")}
+            return Run(**known, **stable, final_loss=None)
         metric_curve, score_curve = _points(record, "metric_curve"), _points(record, "score_curve")
+        plain_curve = _points(record, "plain_curve")
         scores: dict[str, Any] = {name: record.get(name) for name in ("score", "selection", "best_score")}
         return Run(
-            seed=seed,
-            lr=choice.lr,
-            head_lr=choice.head_lr,
-            final_loss=None if diverged else float(record["final_loss"]),
-            steps=steps,
-            seconds=float(record["seconds"]),
-            curve=_points(record, "curve"),
+            **known,
+            final_loss=float(record["final_loss"]),
             metric_curve=metric_curve,
             score_curve=score_curve if score_curve != metric_curve else (),
-            train_curve=_thinned(train_curve, steps),
-            train_loss=None if diverged else _last_tenth(train_curve, steps),
-            plain_loss=plain_curve[-1][1] if plain_curve and not diverged else None,
+            train_loss=_last_tenth(train_curve, steps),
+            plain_loss=plain_curve[-1][1] if plain_curve else None,
             **scores,
-            **({"diverged_at": steps} if diverged else stability(train_curve, steps)),
+            **stable,
         )
 
     def about(self) -> dict[str, Any]:

@@ -258,7 +258,7 @@ def _stability_notes(arm: ArmRecord) -> list[str]:
     notes = []
     for run in arm.runs.values():
         if run.diverged_at is not None:
-            end = "the run ended there" if run.final_loss is None else f"it ended at {run.final_loss:.4f}"
+            end = "the run ended there" if run.diverged_at == run.steps else "its loss rose and did not recover"
             notes.append(f"`{arm.name}` diverged at step {run.diverged_at} on seed {run.seed}: {end}.")
     spiked = ", ".join(f"{run.spikes} on seed {run.seed}" for run in arm.runs.values() if run.spikes)
     return notes + ([f"The training loss of `{arm.name}` spiked and recovered: {spiked}."] if spiked else [])

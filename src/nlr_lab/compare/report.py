@@ -106,9 +106,7 @@ def run_table(results: Record) -> str:
         if run is None:
             return "not run"
         score = judged(run)
-        if score is None:
-            return f"diverged at step {run['steps']}"
-        return f"{score:.4f}" + ("" if run["diverged_at"] is None else f", diverged at step {run['diverged_at']}")
+        return f"diverged at step {run['diverged_at']}" if score is None else f"{score:.4f}"
 
     rows = []
     for arm in results["arms"]:
@@ -203,11 +201,7 @@ def _score_row(arm: Record, results: Record) -> Row:
     if _is_tuning(results):
         cost = (f"{arm['trainable']:,}",)
     score = arm["score"]
-    # How many of the runs behind a mean diverged, though to a finite loss.
-    lost = sum(run["seed"] in results["seeds"] and run["diverged_at"] is not None for run in arm["runs"])
-    text = str(score["note"])
-    if score["mean"] is not None:
-        text = f"{score['mean']:.4f}" + (f" (diverged in {lost} of {score['n']} seeds)" if lost else "")
+    text = str(score["note"]) if score["mean"] is None else f"{score['mean']:.4f}"
     best = NONE if arm["best_score"] is None else f"{arm['best_score']:.4f}"
     shown = () if by_loss(results) else (best,)
     delta: Row = ("reference" if arm["name"] == results["reference"] else NONE, NONE, NONE)

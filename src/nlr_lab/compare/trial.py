@@ -86,7 +86,7 @@ class Run:
     plain_loss: float | None = None
     """Loss on training examples without their augmentation, after the last step."""
     diverged_at: int | None = None
-    """The step from which the training loss spiked and did not recover, or was no number."""
+    """The step from which the training loss rose and did not recover, or was no number."""
     spikes: int = 0
     """Number of times that it spiked and recovered."""
 

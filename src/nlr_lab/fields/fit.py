@@ -45,6 +45,7 @@ from nlr_lab.runtime.storage import (
     write_json,
 )
 from nlr_lab.runtime.tables import duration
+from nlr_lab.training.result import stability
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.hub.storage import staged_folder
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
@@ -83,6 +84,8 @@ class FitResult:
     steps: int
     seconds: float
     """Seconds of training and evaluating, those before a resume included."""
+    diverged_at: int | None = None
+    """The step at which the training loss rose and did not recover (`training.result` has the rule)."""
     files: list[str] = field(default_factory=list)
     """Paths, in the folder, of what the problem wrote."""
     model: nn.Module = field(repr=False, compare=False)
@@ -244,6 +247,7 @@ class _Run(Stepper):
         super().__init__(problem, model, config)
         self.path, self.checkpoints = path, path / "checkpoints"
         self.step, self.summed, self.curve = 0, 0, list[dict[str, float]]()
+        self.untrained: float | None = None
         self.losses = torch.zeros((), dtype=torch.float64, device=self.device)
         self.started = time.monotonic()
         self._read()
@@ -255,7 +259,10 @@ class _Run(Stepper):
         append_entry(self.path, step=first, of=steps)
         with tqdm(total=steps, initial=first, desc=self.problem.name, disable=hidden, leave=False) as bar:
             while self.step < steps:
-                self.losses += self.take(self.step)
+                loss = self.take(self.step)
+                if self.step == 0:
+                    self.untrained = float(loss)
+                self.losses += loss
                 self.step, self.summed = self.step + 1, self.summed + 1
                 if self.device.type == "cpu":  # on a GPU looking would stop it each time
                     self._check_finite("the loss", self.losses)
@@ -274,12 +281,14 @@ class _Run(Stepper):
                 if stop is not None and stop(self.step):
                     raise OutOfTimeError(f"stopped for time at step {self.step} of {steps}; go on with --resume")
         seconds = time.monotonic() - self.started
+        curve = tuple((int(entry["step"]), entry["loss"]) for entry in self.curve)
         with staged_folder(self.path / "model", {"step": self.step}) as staged:
             save_file(self.model.state_dict(), staged / "model.safetensors")
         return FitResult(
             score=self.problem.score,
             metrics={name: value for name, value in self.curve[-1].items() if name not in ("step", "loss")},
             curve=self.curve,
+            diverged_at=stability(curve, self.step, self.untrained)["diverged_at"],
             parameters=sum(each.numel() for each in self.model.parameters()),
             steps=self.step,
             seconds=seconds,
@@ -322,6 +331,7 @@ class _Run(Stepper):
         for name, parameter in self.parameters.items():
             moments |= {f"{key}/{name}": value for key, value in self.optimizer.state[parameter].items()}
         state = {"step": self.step, "summed": self.summed, "curve": self.curve, "losses": float(self.losses)}
+        state["untrained"] = self.untrained
         with staged_folder(self.checkpoints / f"step-{self.step:06d}", {"step": self.step}) as staged:
             save_file(self.model.state_dict(), staged / "model.safetensors")
             save_file(moments, staged / "optimizer.safetensors")
@@ -340,6 +350,7 @@ class _Run(Stepper):
             self.optimizer.state[self.parameters[name]][key] = value.to(self.device)
         state = read_json(found / "state.json")
         self.step, self.summed, self.curve = state["step"], state["summed"], state["curve"]
+        self.untrained = state.get("untrained")
         self.started -= state["seconds"]
         self.losses.fill_(state["losses"])
 

@@ -83,7 +83,7 @@ class TrainConfig:
     """Only kernels that repeat their bits (cuDNN's and cuBLAS's too), or an error that names the operation without
     one: on a GPU runs then repeat bit by bit, more slowly. A CPU's do anyway, at the same number of threads."""
     stop_diverged: bool = False
-    """Stop a run whose training loss spiked and did not recover (`training.result` has the rule); one whose loss is no
+    """Stop a run whose training loss rose and did not recover (`training.result` has the rule); one whose loss is no
     longer a number always stops."""
     eval_every: int = 100
     """Steps between evaluations; the last step is always evaluated. 0 with epochs: after each epoch."""

@@ -2,12 +2,14 @@
 
 On the entries of a training curve (means over the steps since the entry before):
 
-- A run has learned `first - best`, its first entry less its lowest so far. It is *up* while an entry lies more than a
-  quarter of that above the lowest one, and more than ten times the noise (the median change between successive
-  entries, as a standard deviation; taken for larger while there are few). A run that never gets below its first entry
-  has learned nothing, and is up as soon as it is above it by the noise.
-- Up in at least three entries, and for at least a twentieth of the run, or to its end: it *diverged*, at the first
-  entry that was up. Up for less and down again: a *spike*.
+- A run began at its first entry, or at the loss of its first step if the entry is over ten times that, and has learned
+  that less its lowest entry so far. It is *up* while an entry lies more than a quarter of that above the lowest one,
+  and more than ten times the noise (the median change between successive entries, as a standard deviation; taken for
+  larger while there are few). Once the noise is known, entries that are up tell nothing of it. Above twice where it
+  began a run is up, whatever the noise.
+- Up in at least three entries, and for at least a twentieth of the run so far or to its end: it *diverged*, at the
+  first entry that was up. At the end one entry is enough that is above where the run began by more than the noise. Up
+  and down again: a *spike*.
 
 Losses of large models spike and recover within a few hundred steps of hundreds of thousands (PaLM, arXiv 2204.02311,
 section 5.1), so a rise alone is no divergence, and neither are counts of outliers, by which spikes are usually scored
@@ -19,7 +21,7 @@ import bisect
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -62,11 +64,13 @@ class TrainResult:
     """Seconds of training with evaluation and checkpoints, without interruptions."""
     fingerprint: str
     """Hash of the data as trained on."""
+    untrained_loss: float | None = None
+    """Training loss of the first step, before any update."""
     status: Literal["done", "diverged"] = "done"
     """"diverged": it was stopped."""
     diverged_at: int | None = None
     """The step at which it diverged, stopped or not: the first loss that is no number, or at which the training loss
-    spiked and did not recover."""
+    rose and did not recover."""
     spikes: int = 0
     """Number of times that the training loss rose and recovered."""
     trainable: int | None = None
@@ -112,6 +116,11 @@ def curve_of(history: Sequence[dict[str, float]], key: str) -> Curve:
     return tuple((int(entry["step"]), entry[key]) for entry in history if key in entry)
 
 
+def untrained_loss(history: Sequence[dict[str, float]]) -> float | None:
+    """Return the loss of the first step, out of Trainer's log."""
+    return next((entry["untrained_loss"] for entry in history if "untrained_loss" in entry), None)
+
+
 def judged(history: Sequence[dict[str, float]], measure: Measure, apart: bool) -> dict[str, Any]:
     """Return the fields of a result that follow from Trainer's log: last and best score, and the curves.
 
@@ -135,6 +144,11 @@ def judged(history: Sequence[dict[str, float]], measure: Measure, apart: bool) -
     }
 
 
+def before(curve: Curve, step: int) -> Curve:
+    """Return the entries of a curve before a step."""
+    return tuple(entry for entry in curve if entry[0] < step)
+
+
 # --- losses that rise and stay finite -------------------------------------------------------------------------
 
 _LOST = 0.25  # of what was learned
@@ -142,6 +156,7 @@ _NOISE = 10.0  # the range of a thousand normal draws is 6.5 standard deviations
 _PATIENCE = 0.05  # of the run's steps
 _LEAST_ENTRIES = 3
 _MEDIAN_CHANGE = 0.954  # the median of |a - b| for two draws of a normal distribution, in its standard deviations
+_BLOWN = 10.0  # times the loss of the first step, which is one batch's and so may be far below the mean
 _FEW = 10  # the noise is taken for so much larger by how few changes it is known
 
 
@@ -161,39 +176,47 @@ class Rise:
     """It is a divergence by now, and no spike."""
 
 
-def rises(curve: Iterable[tuple[int, float]], total_steps: int) -> list[Rise]:
-    """Return the stretches in which a run's training loss was up, so far; see the rule at the top."""
+def rises(curve: Sequence[tuple[int, float]], total_steps: int, untrained: float | None = None) -> list[Rise]:
+    """Return the stretches in which a run's training loss was up, so far; see the rule at the top.
+
+    `untrained`: the loss of the first step.
+    """
+    if untrained is not None and curve and curve[0][1] > _BLOWN * abs(untrained):
+        curve = ((0, untrained), *curve)
     found: list[Rise] = []
     changes: list[float] = []  # sorted
     first = best = last = float("nan")
-    step = 0
+    step, calm, above = 0, True, False
     for step, loss in curve:
         if math.isnan(last):
             first = best = last = loss
             continue
         count = len(changes)
-        noise = changes[count // 2] / _MEDIAN_CHANGE * (1 + _FEW / count) if count else 0.0
-        up = loss > best + max(_LOST * (first - best), _NOISE * noise)
+        noise = changes[count // 2] / _MEDIAN_CHANGE * (1 + _FEW / count) if count else math.inf
+        far = first + abs(first)
+        up = loss > min(best + max(_LOST * (first - best), _NOISE * noise), far)
+        above = loss > min(first + _NOISE * noise, far)
         if found and found[-1].end is None:
             if up:
                 found[-1].peak, found[-1].entries = max(found[-1].peak, loss), found[-1].entries + 1
             else:
                 found[-1].end = step
-        elif up and changes:  # two entries say nothing of the noise
+        elif up:
             found.append(Rise(start=step, peak=loss))
-        bisect.insort(changes, abs(loss - last))
+        # The changes of an explosion would hide it. Of a few one cannot tell yet, short of twice the first entry.
+        was_calm, calm = calm, not up or (count < _FEW and loss <= far)
+        if was_calm and calm:
+            bisect.insort(changes, abs(loss - last))
         best, last = min(best, loss), loss
-    for rise in found:
-        to_the_end = rise.end is None and step >= total_steps
-        lasted = (step if rise.end is None else rise.end) - rise.start
-        rise.diverged = rise.entries >= _LEAST_ENTRIES and (
-            to_the_end or lasted >= max(1, round(_PATIENCE * total_steps))
-        )
+    if found and found[-1].end is None:
+        rise, at_end = found[-1], step >= total_steps
+        lasted = at_end or step - rise.start >= max(1, round(_PATIENCE * total_steps))
+        rise.diverged = (rise.entries >= _LEAST_ENTRIES and lasted) or (at_end and above)
     return found
 
 
-def stability(curve: Curve, total_steps: int) -> dict[str, Any]:
+def stability(curve: Curve, total_steps: int, untrained: float | None = None) -> dict[str, Any]:
     """Return the fields of a result that say whether the training loss of a run that ended was stable."""
-    found = rises(curve, total_steps)
+    found = rises(curve, total_steps, untrained)
     diverged = next((rise.start for rise in found if rise.diverged), None)
-    return {"diverged_at": diverged, "spikes": sum(not each.diverged and each.end is not None for each in found)}
+    return {"diverged_at": diverged, "spikes": sum(each.end is not None for each in found)}

@@ -35,7 +35,7 @@ from .arms import apply_arm, build_model, optimizer_settings, uses_muon
 from .checkpoints import check_optimizer
 from .progress import RunLog, progress_of
 from .recipe import Recipe, TrainConfig
-from .result import TrainResult, curve_of, judged, stability
+from .result import TrainResult, curve_of, judged, stability, untrained_loss
 from .run_folder import RunFolder
 from .trainer import RunTrainer, Schedule, WarmOptimizer
 
@@ -347,11 +347,13 @@ def _result(trainer: RunTrainer, known: dict[str, Any], recipe: Recipe, diverged
     history, measure = trainer.state.log_history, recipe.task.measure
     names = {"curve": "eval_loss", "train_curve": "loss", "plain_curve": "plain_loss"}
     found: dict[str, Any] = {name: curve_of(history, key) for name, key in names.items()}
+    found["untrained_loss"] = untrained_loss(history)
     if diverged_at is None:
         last = next(entry for entry in reversed(history) if "eval_loss" in entry)
         found |= {"final_loss": last["eval_loss"], "bits_per_byte": last.get("eval_bits_per_byte")}
         found |= judged(history, measure, trainer.prepared.test is not None)
-        found |= {**stability(found["train_curve"], trainer.args.max_steps), "steps": trainer.state.global_step}
+        found |= stability(found["train_curve"], trainer.args.max_steps, found["untrained_loss"])
+        found["steps"] = trainer.state.global_step
     else:
         found |= {"final_loss": None, "bits_per_byte": None, "metric": measure.name}
         found |= {"higher_is_better": measure.higher_is_better, "status": "diverged"}

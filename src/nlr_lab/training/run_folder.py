@@ -203,7 +203,7 @@ def _write_card(
     numbers["parameters"] = f"{result.parameters:,}, {result.parameters_added:,} of them added by the method"
     numbers["trained parameters"] = f"{result.trainable:,}"
     if result.diverged_at is not None:
-        numbers["diverged"] = f"the training loss spiked at step {result.diverged_at} and did not recover"
+        numbers["diverged"] = f"the training loss rose at step {result.diverged_at} and did not recover"
     bases = [value for name, value in flatten(recipe.task).items() if name.endswith("checkpoint") and value]
     start = getattr(recipe.task, "init_from", "")
     begun = f"trained on from {shown_name(start)}" if start else "trained from scratch"

@@ -34,7 +34,7 @@ from . import deepspeed
 from .arms import is_adapted
 from .background import Background
 from .recipe import TrainConfig
-from .result import curve_of, rises
+from .result import curve_of, rises, untrained_loss
 
 _SHUFFLED = 1 << 24  # sequences that are shuffled at once
 _RUN = 1 << 12
@@ -201,6 +201,7 @@ class RunTrainer(Trainer):
             # Classifiers average over the examples of a micro-batch, whatever they are told; all are of one size.
             self.model_accepts_loss_kwargs = False
         self._writing = Background()
+        self._untrained = 0.0  # loss of the first step's micro-batches
         self._keep_all = False  # while it is not known yet whether the newest checkpoints are of any use
         self._started = time.monotonic()
         # The first step with a bad loss, or 0; on the device, so that looking after it does not wait.
@@ -298,6 +299,10 @@ class RunTrainer(Trainer):
         if self.args.world_size == 1:  # several processes learn of it at the next checkpoint, all at once
             self._writing.finish(wait=False)
         loss = super().training_step(*args, **kwargs)
+        if self.state.global_step == 0:  # looked at once, a GPU need not wait again
+            self._untrained += float(self.accelerator.gather(loss.detach().reshape(1)).mean())
+            if self.accelerator.sync_gradients:
+                self.state.log_history.append({"untrained_loss": self._untrained, "step": 1})
         bad = ~torch.isfinite(loss) & (self._bad_step == 0)
         self._bad_step = torch.where(bad, self.state.global_step + 1, self._bad_step)
         if loss.device.type == "cpu" and self.args.world_size == 1:
@@ -324,11 +329,12 @@ class RunTrainer(Trainer):
         self.check_finite()
         super().log(logs, *args, **kwargs)
         if self.config.stop_diverged and "loss" in logs:
-            found = rises(curve_of(self.state.log_history, "loss"), self.args.max_steps)
+            history = self.state.log_history
+            found = rises(curve_of(history, "loss"), self.args.max_steps, untrained_loss(history))
             # While the loss is up, or waiting would outlast the last checkpoint from before.
             self._keep_all = bool(found) and found[-1].end is None
             if (rise := next((each for each in found if each.diverged), None)) is not None:
-                raise self._diverged(rise.start, f"the training loss spiked to {rise.peak:.4g} and did not recover")
+                raise self._diverged(rise.start, f"the training loss rose to {rise.peak:.4g} and did not recover")
 
     # --- evaluation ----------------------------------------------------------------------------------------
 

@@ -153,7 +153,7 @@ class Watched:
         curves = _curves(entries) or _curves_of_result(result or {})
         steps = next((int(entry["of"]) for entry in reversed(entries) if "of" in entry), 0)
         if result is not None:
-            diverged = result.get("status", "done") != "done" or "diverged" in result
+            diverged = "diverged" in (*result, result.get("status")) or result.get("diverged_at") is not None
             step = int(result.get("steps") or result.get("diverged") or 0)
             return RunView(
                 **known, state="diverged" if diverged else "done", step=step, steps=steps or step, curves=curves

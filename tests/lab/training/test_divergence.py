@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nlr_lab.training import DivergedError, run_training
-from nlr_lab.training.result import rises
+from nlr_lab.training.result import rises, stability
 from seeds import rng
 from training_helpers import FakeText, make_recipe
 
@@ -22,7 +22,7 @@ def learning(rng, noise=0.03, first=10.8, last=3.0):
 
 
 def read(steps, losses):
-    return rises(zip(steps.tolist(), losses.tolist(), strict=True), STEPS)
+    return rises(list(zip(steps.tolist(), losses.tolist(), strict=True)), STEPS)
 
 
 def diverged(found):
@@ -37,7 +37,7 @@ def test_ordinary_training_is_neither():
             steps, losses = learning(generator, noise)
             plateau = np.where(steps < 400, 10.8 + generator.normal(0, noise, len(steps)), losses)
             bump = losses + np.where((steps > 60) & (steps < 120), 0.5, 0.0)
-            flat = 4.6 + generator.normal(0, noise, len(steps))
+            flat = 20 + generator.normal(0, noise, len(steps))
             for curve in (losses, plateau, bump, flat, np.full(len(steps), 2.0)):
                 found = read(steps, curve)
                 assert not diverged(found), (noise, found)
@@ -55,12 +55,13 @@ def test_loss_that_stays_up_diverged_where_it_rose(start, to):
     assert rise.peak == losses[steps >= start].max()
 
 
-def test_one_that_comes_back_late_diverged_and_one_that_comes_back_soon_spiked():
+def test_one_that_comes_back_spiked_however_late_and_diverged_until_then():
     steps, losses = learning(rng())
-    soon, late = (steps >= 500) & (steps < 560), (steps >= 1200) & (steps < 1400)
-    spike, rise = read(steps, np.where(soon | late, 8.0, losses))
-    assert (rise.start, rise.end, rise.entries, rise.diverged) == (1200, 1400, 20, True)
-    assert (spike.start, spike.end, spike.peak, spike.diverged) == (500, 560, 8.0, False)
+    late = (steps >= 1200) & (steps < 1400)
+    losses = np.where(late, 8.0, losses)
+    (spike,) = read(steps, losses)
+    assert (spike.start, spike.end, spike.entries, spike.peak, spike.diverged) == (1200, 1400, 20, 8.0, False)
+    assert diverged(read(steps[steps < 1350], losses[steps < 1350]))[0].start == 1200
     # A curve that is logged seldom is not judged by one entry.
     coarse = rises([(step, 4.0 if step == 1600 else 10 - step / 400) for step in range(200, 2001, 200)], STEPS)
     assert not diverged(coarse)
@@ -77,6 +78,26 @@ def test_unit_does_not_matter_and_it_is_known_as_soon_as_patience_is_over():
     assert diverged(read(steps, worse))[0].start < 250  # 3,000 draws: from 150 to 210
 
 
+def test_explosion_does_not_hide_itself():
+    """Curves of `nlr compare llm-demo --arms baseline:lr=10`, every second step, and every step with a way back."""
+    seldom = [(2, 5.712), (4, 100.4), (6, 539.0), (8, 410.2), (10, 250.7), (12, 141.3)]
+    (rise,) = rises(seldom, 12)
+    assert (rise.start, rise.diverged) == (4, True)
+    falling = [5.71, 5.70, *np.geomspace(18, 576, 10), *np.geomspace(500, 12.5, 28)]
+    assert stability(tuple(enumerate(falling, 1)), 40) == {"diverged_at": 3, "spikes": 0}
+    back = [*falling[:-4], 5.2, 5.1, 5.0, 4.9]
+    assert stability(tuple(enumerate(back, 1)), 40) == {"diverged_at": None, "spikes": 1}
+
+
+def test_end_above_the_beginning_diverged_though_logged_seldom():
+    assert [rise.start for rise in rises([(10, 4.3e7), (20, 9.5e7)], 20) if rise.diverged] == [20]
+    blown = [(10, 9.9e30), (20, 9.8e30), (30, 5.7e30), (40, 2.6e30)]
+    assert [rise.start for rise in rises(blown, 40, 1.6) if rise.diverged] == [10]
+    assert not rises([(10, 5.70), (20, 5.75)], 20)  # a short run that learned nothing yet
+    overfits = tuple((step, 2.3 * 0.5 ** (step / 50)) for step in range(10, 201, 10))
+    assert stability(overfits, 200) == {"diverged_at": None, "spikes": 0}
+
+
 def run(out, arm="training_helpers:blow_up,at=25", **settings):
     return run_training(make_recipe(arm, **BLOWN | settings), out, prepared=TEXT, quiet=True, resume=out.exists())
 
@@ -89,7 +110,7 @@ def test_run_that_goes_on_says_where_it_diverged(tmp_path):
 
 
 def test_run_that_is_to_stop_stops_and_keeps_the_last_good_checkpoint(tmp_path):
-    with pytest.raises(DivergedError, match=r"spiked to .* and did not recover at step 25; .*step-000020") as caught:
+    with pytest.raises(DivergedError, match=r"rose to .* and did not recover at step 25; .*step-000020") as caught:
         run(tmp_path / "out", stop_diverged=True)
     assert caught.value.step == 25
     assert "\n" not in str(caught.value)
