@@ -57,8 +57,8 @@ def test_studies_keep_their_page_results_and_two_pictures(study):
         assert not list(study.glob("*.webp"))
         return
     results = json.loads((study / "results.json").read_text(encoding="utf-8"))
-    for part in results.values():
-        if "arms" in part:
+    for name, part in results.items():
+        if name != "joint" and "arms" in part:  # not the laws of a ladder
             assert {"n", "seeds", "versions", "machine", "command"} <= part.keys()
             assert "settings" in part or "settings" in part["recipe"]
     assert not list(study.glob("*.png"))
