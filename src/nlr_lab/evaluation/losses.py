@@ -61,8 +61,8 @@ def score_sequences(
 ) -> TextScore:
     """Score packed sequences, items with "input_ids" and "labels" (T,), each on its own: the first token of each is
     context and not predicted, nor is a label of -100. `bytes_per_token` is of the same text; None: of image tokens. The
-    result does not depend on the batch size. Raise UserError where a batch takes more memory than is free, or no token
-    is predicted."""
+    result does not depend on the batch size. Raise UserError where a batch takes more memory than is free, no token is
+    predicted, or the loss is not finite."""
     items = [sequences[index] for index in range(len(sequences))]  # type: ignore[arg-type]
     loss, count = _score_tokens(model, items, batch_size)
     return TextScore(loss=loss, tokens=count, bytes_per_token=bytes_per_token)
@@ -83,7 +83,7 @@ def score_documents(
     Windows of `sequence_length` tokens overlap by one, so that the last token of one is the context of the next. The
     separator, put after each document as in training, is predicted as any token; it has no bytes. The result does not
     depend on the batch size. Raise UserError where the texts come to fewer than two tokens, or hold a token that the
-    model has no embedding for, or a batch takes more memory than is free."""
+    model has no embedding for, a batch takes more memory than is free, or the loss is not finite."""
     ids: list[int] = []
     size = 0
     end = [] if separator is None else tokenizer(separator, add_special_tokens=False)["input_ids"]
@@ -130,7 +130,13 @@ def _mean_loss(outputs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, shifted:
         count += int((labels != -100).sum())
     if count == 0:
         raise UserError("there is no token to predict in the text")
-    return total / count, count
+    return _finite(total) / count, count
+
+
+def _finite(loss: float) -> float:
+    if not math.isfinite(loss):
+        raise UserError("the loss is not a finite number: the model is broken; nlr verify looks at its weights")
+    return loss
 
 
 def score_saved(
@@ -192,8 +198,7 @@ def score_held_out(model: Any, prepared: Any, *, batch_size: int = 16) -> dict[s
     else:
         logits, labels = (torch.cat(each).cpu() for each in zip(*outputs, strict=True))
         numbers = scores_of_examples(logits, labels, prepared.score)
-    if not math.isfinite(numbers["loss"]):
-        raise UserError("the loss on the held-out data is not a finite number: the model is broken")
+    _finite(numbers["loss"])
     return numbers
 
 

@@ -6,6 +6,7 @@ out/<rung>/               a comparison's folder
 out/results.json          the record of all rungs there are      out/report.md, out/ladder.png   made from it
 """
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -80,7 +81,10 @@ def run_ladder(
         chosen = [replace(arm, grid=grids[arm.name]["grid"]) if arm.name in grids else arm for arm in arms]
         folder = path / rung.name
         resume = on_rank_0(folder.exists)
-        compare(trials.recipe, folder, arms=chosen, resume=resume, command=command, trials=trials, **options)
+        found = compare(trials.recipe, folder, arms=chosen, resume=resume, command=command, trials=trials, **options)
+        if not found.results["n"] and rank() == 0:
+            why = "there is no seed that every arm finished; give lower --tune-lr, or leave out the arm that diverges"
+            print(f"{rung.name} is not in the report: {why}", file=sys.stderr)
         results = on_rank_0(lambda: write(path, command))
     if len({each["width"] for each in results["rungs"] if each["tokens"] == following.tokens}) > 1:
         predict(path, ladder, following, arms, ModelTrials(ladder.recipe(following)), quiet=quiet)

@@ -73,6 +73,9 @@ def test_packed_sequences_skip_masked_labels_and_ignore_batching(model, tokenize
 
 def test_texts_that_cannot_be_scored_are_refused(model, tokenizer):
     assert_refused("at least 2", score_documents, model, tokenizer, [""], sequence_length=16)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = math.nan
+    assert_refused("not a finite number.*nlr verify", score_documents, model, tokenizer, TEXTS, sequence_length=16)
     model.resize_token_embeddings(40)
     assert_refused("do not fit", score_documents, model, tokenizer, TEXTS, sequence_length=16)
 

@@ -134,6 +134,14 @@ def test_refuses_other_settings_data_and_folders(tmp_path):
     )
 
 
+def test_a_rung_that_no_seed_finished_is_named(tmp_path, capsys):
+    text = ["--source", corpus(tmp_path), "--cache-dir", tmp_path / "cache"]
+    settings = [*SIZES, "--seeds", "1", "--tune-lr", "1e8", "1e9", "--widths", "16"]
+    code, _, error = run(capsys, "scale", "--scale", "demo", "--out", tmp_path / "out", *text, *settings)
+    assert (code, read(tmp_path / "out" / "results.json")["rungs"]) == (0, [])
+    assert "w16-t0.06 is not in the report: there is no seed that every arm finished; give lower --tune-lr" in error
+
+
 def test_full_disk_is_named_with_the_file(tmp_path, monkeypatch):
     text = replace(SCALES["demo"].text, source=str(corpus(tmp_path)), cache_dir=str(tmp_path / "cache"))
     ladder, out = scaled("demo", text=text, widths=(16,), arms=ARMS), tmp_path / "out"
