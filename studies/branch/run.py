@@ -57,7 +57,7 @@ CONDITIONS: dict[str, dict[str, float]] = {
     # Noise of standard deviation 0.23 on embeddings that start at 1.
     "embedding noise 50": {"embedding_noise": 50.0},
 }
-"""What is changed in training: of the backbone its dropout, the rest of `TrainConfig`, whose weight decay is 0.01."""
+"""Changes of the training: the backbone's dropout, and fields of `TrainConfig`, whose weight decay is 0.01."""
 
 
 def main() -> None:

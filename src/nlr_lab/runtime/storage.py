@@ -21,7 +21,7 @@ except ImportError:  # not a POSIX system: no lock, the rest works
 
 LOCK = ".lock"
 AGAIN = "make room and run the same command again"
-"""What to do where a disk is full, of commands that go on by themselves."""
+"""Advice for a full disk, of commands that resume by themselves."""
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -130,7 +130,7 @@ def _law_table(laws: Sequence[Record], reference: str) -> list[str]:
 def _joint_table(results: Record) -> list[str]:
     if not results["rungs"]:
         return []
-    title, joint = "## All sizes and lengths", results.get("joint")
+    title, joint = "## All sizes and lengths", results["joint"]
     arms = joint["arms"] if joint else {}
     missing = [name for name, law in arms.items() if law is None]
     said = "" if joint and not missing else f"No joint law{' of ' if joint else ''}{', '.join(missing)}: {LEAST}."
