@@ -57,9 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _fail(error.strerror + (f": {error.filename}" if error.filename is not None else ""), 2)
         if isinstance(error, UserError | OSError):
             message = one_line(error, most=2000)
-            if (
-                arguments and arguments[0] in _GO_ON
-            ):  # what they run is a comparison's or a run's, which know of that option
+            if arguments and arguments[0] in _GO_ON:  # the message is of a comparison or a run inside them
                 message = message.replace("go on with --resume", "run the same command again")
             return _fail(message, 2)
         if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(("nlr_", "nonlinear_")):
