@@ -4,7 +4,7 @@ import importlib
 import json
 import math
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import Distribution
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -68,3 +68,18 @@ def install_hint(extra: str) -> str:
         if "dir_info" in origin:
             source = unquote(urlsplit(origin["url"]).path)
     return f"pip install {shlex.quote(f'{source}[{extra}]')}"
+
+
+def check_shapes(what: str, wanted: Mapping[str, Sequence[int]], given: Mapping[str, Any]) -> None:
+    """Raise UserError, which begins with `what`, for a tensor that is missing, unknown or of another shape.
+
+    Args:
+        what: is wrong, as "the state dict is not of this model".
+        wanted: shapes by name.
+        given: tensors by name.
+    """
+    for name in sorted(wanted.keys() | given.keys()):
+        found = tuple(given[name].shape) if name in given else "missing"
+        expected = tuple(wanted[name]) if name in wanted else "unknown"
+        if found != expected:
+            raise UserError(f"{what}: {name} is {found}, not {expected}")

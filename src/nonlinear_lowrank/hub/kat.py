@@ -45,6 +45,7 @@ from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.rational import RationalActivation, RationalConfig
+from nonlinear_lowrank.validation import check_shapes
 
 _HEAD = 64  # width of every released model's attention heads
 _OUTSIDE = {
@@ -158,11 +159,8 @@ def released_model(state: Mapping[str, Tensor], *, heads: int | None = None) -> 
     )
     config.num_labels = len(labels)
     model = KatForImageClassification(config)
-    ours, found = _translated(state, groups), model.state_dict()
-    for name in sorted(found.keys() | ours.keys()):
-        shapes = [tuple(each[name].shape) if name in each else "missing" for each in (found, ours)]
-        if shapes[0] != shapes[1]:
-            raise UserError(f"the state dict is of no KAT: {name} is {shapes[1]}, not {shapes[0]}")
+    ours = _translated(state, groups)
+    check_shapes("the state dict is of no KAT", {name: each.shape for name, each in model.state_dict().items()}, ours)
     model.load_state_dict(ours)
     return model.eval()
 

@@ -91,8 +91,8 @@ def test_a_released_checkpoint_gives_the_authors_logits(mode, tied, tmp_path):
         ({"query_mode": "cubic"}, "query_mode='cubic' with bias=False is none of the released"),
         ({"mlp_hidden_size": 64}, r"fc1.weight is \(48, 32\), not \(64, 32\)"),
         ({"n_layer": 3}, "layers.2.* is missing, not"),
-        ({"n_layer": 1}, "layers.1.* not missing"),
-        ({"query_mode": "residual"}, "q_proj.query_.* not missing"),
+        ({"n_layer": 1}, "layers.1.* not unknown"),
+        ({"query_mode": "residual"}, "q_proj.query_.* not unknown"),
     ],
 )
 def test_what_is_no_released_checkpoint_is_refused(change, words):

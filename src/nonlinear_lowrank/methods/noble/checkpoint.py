@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.surgery.augment import augment
 from nonlinear_lowrank.surgery.report import AugmentReport
+from nonlinear_lowrank.validation import check_shapes
 
 from .config import NobleConfig
 
@@ -102,9 +103,4 @@ def _check(
         own = {"down": (r, d_in), "up": (d_out, r)} | {f"mix{k}": (r, r) for k in range(1, config.depth)}
         vectors = [f"{each}{k}" for each in ("frequency", "phase", "bias") for k in range(1, config.depth + 1)]
         wanted |= {f"{layer}.noble_{name}": shape for name, shape in (own | dict.fromkeys(vectors, (r,))).items()}
-    for name in sorted(wanted.keys() | given.keys()):
-        found = tuple(given[name].shape) if name in given else "missing"
-        if found != wanted.get(name, "unknown"):
-            raise UserError(
-                f"the state dict is not of this model: {name} is {found}, not {wanted.get(name, 'unknown')}"
-            )
+    check_shapes("the state dict is not of this model", wanted, given)

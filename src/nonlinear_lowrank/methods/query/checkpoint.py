@@ -21,6 +21,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.surgery.augment import augment
+from nonlinear_lowrank.validation import check_shapes
 
 from .config import Kind, NonlinearQueryConfig
 
@@ -100,10 +101,8 @@ def released_model(state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> 
     ours = _translated(state, kind, scale)
     found = model.state_dict()
     ours |= {name: torch.zeros_like(value) for name, value in found.items() if name.endswith("norm.bias")}
-    for name in sorted(found.keys() | ours.keys()):
-        shapes = [tuple(each[name].shape) if name in each else "missing" for each in (found, ours)]
-        if shapes[0] != shapes[1]:
-            raise UserError(f"the checkpoint is not of these model_args: {name} is {shapes[1]}, not {shapes[0]}")
+    shapes = {name: each.shape for name, each in found.items()}
+    check_shapes("the checkpoint is not of these model_args", shapes, ours)
     model.load_state_dict(ours)
     return model.eval()
 
