@@ -71,7 +71,7 @@ class Pretrained:
     dtype: Literal["float32", "bfloat16", "nf4"] = "float32"
     """Type of the pretrained weights; adapters are float32 in any case. "nf4": linears but heads are read into 4 bits
     by bitsandbytes as QLoRA has it (Dettmers et al., arXiv:2305.14314; double quantization, products in bfloat16), the
-    rest is float32; only adapters train."""
+    rest is float32; only adapters train. nlr generate, merge and evaluate of text put them on the wide weights."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))
