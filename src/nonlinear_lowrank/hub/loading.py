@@ -141,8 +141,11 @@ def base_of(path: str | Path, base: str | None = None) -> str:
 
 def base_class(config: Mapping[str, Any]) -> str:
     """Return the name of transformers' class that loads the base of an adapter's config; empty where it has none."""
-    task, mapping = config.get("task_type"), config.get("auto_mapping")
-    return _AUTO.get(task or "") or str((mapping or {}).get("base_model_class") or "")
+    task, mapping = config.get("task_type"), config.get("auto_mapping") or {}
+    name = _AUTO.get(task or "") or str(mapping.get("base_model_class") or "")
+    if str(mapping.get("parent_library")).startswith(__package__) and "For" in name:  # a type of our own
+        return f"AutoModelFor{name.partition('For')[2]}"
+    return name
 
 
 def is_mergeable(peft_type: str) -> bool:

@@ -9,7 +9,9 @@ from transformers import AutoModelForImageClassification
 import nonlinear_lowrank as nlr
 from nlr_lab.tasks.finetune.classification import ImageData, ImageTask
 from nlr_lab.tasks.finetune.pretrained import Pretrained
+from nonlinear_lowrank.hub.card import loading_code
 from nonlinear_lowrank.hub.kat import KatForImageClassification, released_model
+from nonlinear_lowrank.hub.merging import merge_adapter
 from refusals import assert_refused
 
 WIDTH, HEADS, BLOCKS, PATCH = 16, 2, 2, 4
@@ -125,3 +127,12 @@ def test_nora_tunes_the_coefficients_of_a_released_model(images, tmp_path):
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad and "classifier" not in name}
     assert sum(each.numel() for each in trained.values()) == BLOCKS * 8 * (5 * 2 + 2 + 4 * 2 + 2)
     assert all(each.grad.any() for name, each in trained.items() if "_b." in name)
+    # What the card says loads it, and merging reads its base too.
+    model.save_pretrained(tmp_path / "adapter")
+    known = {}
+    exec(loading_code(tmp_path / "adapter", str(tmp_path)), known)
+    expected = model.eval()(images).logits
+    torch.testing.assert_close(known["model"].eval()(images).logits, expected)
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged", base=str(tmp_path))
+    merged = AutoModelForImageClassification.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged.eval()(images).logits, expected)
