@@ -117,12 +117,13 @@ class KatForImageClassification(ViTForImageClassification):
         self.post_init()
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Save as PreTrainedModel does, with the images' mean and deviation that released models were trained by."""
+        """Save as PreTrainedModel does; where no images' mean and deviation are, with those of released models."""
         super().save_pretrained(save_directory, *args, **kwargs)
-        if self.config.num_channels == 3:
+        file = Path(save_directory) / "preprocessor_config.json"
+        if self.config.num_channels == 3 and not file.exists():
             seen = {"image_mean": IMAGENET_DEFAULT_MEAN, "image_std": IMAGENET_DEFAULT_STD}
             text = json.dumps({"image_processor_type": "ViTImageProcessor", **seen})
-            (Path(save_directory) / "preprocessor_config.json").write_text(text + "\n", encoding="utf-8")
+            file.write_text(text + "\n", encoding="utf-8")
 
 
 @torch.no_grad()

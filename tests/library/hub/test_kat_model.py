@@ -116,6 +116,9 @@ def test_nora_tunes_the_coefficients_of_a_released_model(images, tmp_path):
     pretrained = Pretrained(checkpoint=str(tmp_path))
     pixels = ImageTask(images=ImageData(source="unread"), model=pretrained).pixels()
     assert (pixels.size, pixels.mean, pixels.std) == (8, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    released_model(random_state(), heads=HEADS).save_pretrained(tmp_path)
+    assert (tmp_path / "preprocessor_config.json").read_text() == "{}", "a user's own stays"
     base = pretrained.load("image", 3, seed=0)
     assert_refused("has no b0", peft.get_peft_model, base, nlr.NoraConfig(tuning="constants"))
     with torch.no_grad():
