@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from nlr_lab.tasks.images.tokenizers import ImageCodec
 from nonlinear_lowrank.errors import UserError
@@ -35,10 +35,17 @@ class Sampling:
         check_integer("top_k", self.top_k, minimum=0)
 
     def options(self) -> dict[str, Any]:
-        """Return what `generate` of transformers takes."""
+        """Return what `generate` of transformers takes; it raises UserError at the first logits that are not finite."""
+        checked = {"logits_processor": LogitsProcessorList([_check_logits])}
         if self.temperature == 0:
-            return {"do_sample": False}
-        return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k}
+            return {"do_sample": False, **checked}
+        return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, **checked}
+
+
+def _check_logits(inputs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    if not (logits < torch.inf).all():  # -inf is a token that must not be drawn
+        raise UserError("the logits are not finite: the model is broken; nlr verify looks at its weights")
+    return logits
 
 
 @torch.no_grad()

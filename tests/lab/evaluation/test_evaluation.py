@@ -1,5 +1,6 @@
 """Scores of texts against plain arithmetic, lm-eval with a task file of our own, generation."""
 
+import copy
 import json
 import math
 
@@ -130,3 +131,11 @@ def test_requests_that_cannot_be_drawn_are_refused(model, tokenizer):
         assert_refused("64 positions", generate_text, model, tokenizer, prompt, sampling)
     generate_text(model, tokenizer, "def ", Sampling())  # as many as fit
     generate_text(model, tokenizer, "", Sampling(max_new_tokens=4))  # starts a document
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_broken_model_is_refused_in_generation(model, tokenizer, temperature, value):
+    broken = copy.deepcopy(model)
+    next(broken.parameters()).data.fill_(value)
+    assert_refused("nlr verify", generate_text, broken, tokenizer, "def ", Sampling(temperature=temperature))
