@@ -106,7 +106,7 @@ def copy(found: Comparison, folder: Path, name: str) -> None:
 
 _RUNS = "runs.tar.xz"
 _FOLDERS = re.compile(rb'"/[^"]*/(?=[^"/]+")')  # of the machine's files, which records do not keep
-_KEPT = ("ladder.json", "predicted/*", "**/compare.json", "**/timing.json", "**/result.json")
+_KEPT = ("ladder.json", "predicted/*", "**/compare.json", "**/timing.json", "**/result.json", "**/scores.json")
 
 
 @contextmanager

