@@ -25,7 +25,7 @@ from .card import shown_name, write_card
 from .classes import augmented_layers
 from .loading import load_model
 from .registration import TYPE_PREFIX
-from .storage import MANIFEST, check_folder, check_model_folder, check_new_or_empty, staged_output
+from .storage import MANIFEST, check_folder, check_model_folder, check_output, staged_output
 
 # What travels beside the weights: tokenizers, also those of images (as `nlr_lab.tasks.images.tokenizers` saves them),
 # processors, chat templates and licences. Never code or pickles.
@@ -84,7 +84,7 @@ def convert(
 
     Args:
         input_dir: a plain model as save_pretrained writes it, safetensors only.
-        output_dir: new or empty, unless overwrite.
+        output_dir: new or empty, or with overwrite a model's folder.
         config: a method's config that keeps weights, `NobleConfig(rank=64)`, whose `init` is set to "pretrained",
             `RationalConfig(groups=8)`, `NonlinearQueryConfig()`, whose `residual` is set to "linear", or
             `SineLowRankConfig(rank=64)`, whose `init` is set to "fit".
@@ -92,7 +92,7 @@ def convert(
         include: as in `augment`.
         exclude: as in `augment`.
         split_fused: as in `augment`; outputs are then equal up to rounding.
-        overwrite: replace what is in output_dir.
+        overwrite: replace the model, and all else, that is in output_dir.
         **load: for from_pretrained (dtype, device_map, ...); default: the type of the saved weights.
 
     Raises:
@@ -117,8 +117,7 @@ def convert(
     source, output = check_folder(input_dir).resolve(), Path(output_dir).expanduser().resolve()
     if output == source or output in source.parents or source in output.parents:
         raise UserError(f"the output folder {output} overlaps the input {source}; choose another")
-    if output.is_file() or not overwrite:
-        check_new_or_empty(output, "choose another, or pass overwrite=True (--overwrite)")
+    check_output(output, overwrite=overwrite)
     if check_model_folder(source)["model_type"].startswith(TYPE_PREFIX):
         raise UserError(f"{source} is augmented already; convert the plain model that it came from")
 

@@ -35,7 +35,7 @@ from .loading import (
     make_room,
 )
 from .registration import FIELD
-from .storage import check_folder, check_new_or_empty, read_json, staged_output
+from .storage import check_folder, check_output, read_json, staged_output
 
 # Root mean square of a difference over that of the outputs, where both were computed in one type from the same weights:
 # about 1e-6 in float32, more where a router's near tie goes the other way, and far more where a merge is wrong. In a
@@ -74,10 +74,10 @@ def merge_adapter(
 
     Args:
         adapter_dir: as `save_pretrained` of peft writes it, safetensors only.
-        output_dir: new or empty, unless overwrite.
+        output_dir: new or empty, or with overwrite a model's folder.
         base: folder or hub name of the base model; None: as the adapter names it.
         dtype: of the merged weights: "auto" for the base's own, or "float32", "bfloat16", ...
-        overwrite: replace what is in output_dir.
+        overwrite: replace the model, and all else, that is in output_dir.
 
     Raises:
         UserError: the adapter cannot be merged or does not fit, it has weights that are not finite, a file is
@@ -90,8 +90,7 @@ def merge_adapter(
     folder, output = check_folder(adapter_dir).resolve(), Path(output_dir).expanduser().resolve()
     config = read_json(folder / ADAPTER_CONFIG)
     peft_type = _check_type(folder, config)
-    if output.is_file() or not overwrite:
-        check_new_or_empty(output, "choose another, or pass overwrite=True (--overwrite)")
+    check_output(output, overwrite=overwrite)
     if folder in output.parents:
         raise UserError(f"the output folder {output} is inside the adapter's; choose another")
     check_weights(folder)

@@ -102,10 +102,22 @@ def disk_errors(what: str, hint: str = "make room and go on with --resume") -> I
         raise UserError(f"cannot write {what}: {why}{hint and '; '}{hint}") from error
 
 
-def check_new_or_empty(output: Path, hint: str = "choose another") -> None:
-    """Raise UserError if there is a file, or a folder with something in it."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} is not an empty folder; {hint}")
+def check_output(output: Path, *, overwrite: bool | None = None) -> None:
+    """Raise UserError unless a model can be written to a folder: a new or empty one, or to overwrite one of a model.
+
+    Args:
+        output: the folder.
+        overwrite: whether a former model is replaced; None: there is no such choice.
+    """
+    if output.exists() and not output.is_dir():
+        raise UserError(f"{output} is a file; name a folder")
+    if not output.exists() or not any(output.iterdir()):
+        return
+    if not (output / "config.json").is_file():  # a user's own, which no overwrite may delete
+        raise UserError(f"{output} is not an empty folder, and holds no model (no config.json); choose another")
+    if not overwrite:
+        more = ", or pass overwrite=True (--overwrite)" if overwrite is not None else ""
+        raise UserError(f"{output} is not an empty folder; choose another{more}")
 
 
 def sync(path: Path) -> None:

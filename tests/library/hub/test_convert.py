@@ -164,10 +164,15 @@ def test_converting_into_a_full_folder_or_disk(plain, tmp_path, monkeypatch):
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("precious")
+    for overwrite in (False, True):
+        assert_refused("holds no model", convert, plain, out, NOBLE, overwrite=overwrite)
+        assert names_of(out) == {"mine.txt"}
+    (out / "mine.txt").unlink()
+    convert(plain, out, NOBLE)
     assert_refused("not an empty folder; choose another, or pass overwrite=True", convert, plain, out, NOBLE)
-    assert names_of(out) == {"mine.txt"}
+    (out / "old.txt").write_text("of a former model")
     convert(plain, out, NOBLE, overwrite=True)
-    assert "mine.txt" not in names_of(out)
+    assert "old.txt" not in names_of(out)
     before = (out / "model.safetensors").read_bytes()
 
     def fail(*_):

@@ -316,10 +316,11 @@ def test_merging_refuses_bad_arguments(tmp_path):
     (tmp_path / "file").write_text("")
     for out, options, words in (
         ("out", {"dtype": "float7"}, "unknown dtype"),
-        ("file", {}, "not an empty folder"),
+        ("file", {}, "is a file; name a folder"),
         ("adapter/out", {}, "inside the adapter"),
-        ("file", {"overwrite": True}, "not an empty folder"),
-        *((place, {"overwrite": True}, "holds what is merged") for place in ("adapter", "base", ".")),
+        ("file", {"overwrite": True}, "is a file; name a folder"),
+        ("base", {"overwrite": True}, "holds what is merged"),
+        *((place, {"overwrite": True}, "holds no model") for place in ("adapter", ".")),
     ):
         with pytest.raises(UserError, match=words):
             merge_adapter(adapter, tmp_path / out, **options)

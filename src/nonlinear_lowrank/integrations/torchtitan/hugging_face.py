@@ -26,7 +26,7 @@ from nonlinear_lowrank.hub.registration import FIELD
 from nonlinear_lowrank.hub.storage import (
     check_folder,
     check_model_folder,
-    check_new_or_empty,
+    check_output,
     staged_output,
     weight_files,
 )
@@ -219,7 +219,7 @@ def export(
     config, output = hf_config(spec, plain_config), Path(folder).expanduser().resolve()
     state = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
     _check_state(state, built(spec.model).state_dict(), "the state")
-    check_new_or_empty(output)
+    check_output(output)
     source = None if assets is None else check_folder(assets)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
