@@ -1,5 +1,6 @@
 """Finding and opening a trained model, for the commands on trained models."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ def find_model(path: str, *, adapters: bool = False) -> Path:
             return place
         if (place / "adapter_config.json").exists():
             if not adapters:
-                raise UserError(f"{place} holds an adapter, no model; merge it first: nlr merge {place} OUT")
+                merge = shlex.join(["nlr", "merge", str(place), "OUT"])
+                raise UserError(f"{place} holds an adapter, no model; merge it first: {merge}")
             return place
     if (folder / "recipe.json").exists():
-        raise UserError(f"the run in {path} has not finished; resume with nlr train ... --out {path} --resume")
+        resume = f"nlr train ... --out {shlex.quote(path)} --resume"
+        raise UserError(f"the run in {path} has not finished; resume with {resume}")
     raise UserError(f"no model in {path}: neither config.json nor model/config.json is there")
 
 

@@ -1,5 +1,6 @@
 """`nlr inspect MODEL`: what a model costs, layer by layer, unbuilt; --spectrum: its weights' singular values."""
 
+import difflib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,8 +87,8 @@ def check_described(name: str) -> None:
     """Raise UserError where a name is no recipe of models, file or folder; nothing is imported for that."""
     path = Path(name)
     if name not in RECIPES and not path.exists():
-        if "/" in name or path.suffix:
-            raise UserError(f"no such file or folder: {name}")
+        if "/" in name or path.suffix or not difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.5):
+            raise UserError(f"no such file, folder or recipe: {name}")
         check_name(name)
     if name in recipes_of("fit"):
         raise UserError(f"{name} fits a field, whose size nlr fit and nlr compare print; this command takes models")

@@ -79,6 +79,8 @@ def _dispatch(arguments: Sequence[str]) -> None:
     elif name in COMMANDS:
         # peft reads a name that transformers has renamed: nothing that a user of the command could fix.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
+        # And takes layers of ours for linears, as they are.
+        warnings.filterwarnings("ignore", "Unsupported layer type '<class 'nonlinear_lowrank", UserWarning)
         if sys.stderr.isatty() and rank() == 0:
             _show_notes()
         getattr(importlib.import_module(f".{FILES.get(name, name)}", __package__), f"run_{name}")(rest)

@@ -208,7 +208,8 @@ def _lengthen(argument: str, known: Sequence[str]) -> str:
 def _with_lengths(of_file: Sequence[str], own: Sequence[str], train: Any) -> list[str]:
     """Return the options of a file and the user's own, with what a length of training implies.
 
-    Epochs take the place of steps, and a warm-up keeps its share of a training that is shorter or in epochs.
+    Epochs take the place of steps, a warm-up in steps that of one as a share and the other way round; a warm-up that is
+    not given keeps its share of a training that is shorter or in epochs.
 
     Raises:
         UserError: the user gives steps and epochs.
@@ -240,6 +241,8 @@ def _with_lengths(of_file: Sequence[str], own: Sequence[str], train: Any) -> lis
             more = [f"--train.warmup-steps={warmup}"]
             if rank() == 0:
                 print(f"nlr: warm-up of {warmup} steps in place of {before}; --warmup-steps sets it", file=sys.stderr)
+        if hasattr(train, "warmup_share") and len(warmups := [each for each in given if "warmup" in each]) == 1:
+            more += [f"--train.{each}=0" for each in ("warmup-steps", "warmup-share") if each not in warmups]
         steps, warmup = length or steps, warmup if asked is None else asked
         whole += [*arguments, *more]
     return whole

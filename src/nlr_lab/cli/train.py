@@ -1,5 +1,6 @@
 """`nlr train`, `nlr finetune` and `nlr fit RECIPE`: one arm to a folder; `--from RUN`: a run again."""
 
+import shlex
 import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -80,9 +81,10 @@ def run_train(arguments: list[str]) -> None:
     if former is not None:
         print(former.verdict(result, Path(options.out)))
     text = isinstance(recipe.task, LanguageModelTask | OptLanguageModelTask)
-    generate = f"   nlr generate {options.out}" if text or isinstance(recipe.task, ImageTokenTask) else ""
+    out = shlex.quote(options.out)
+    generate = f"   nlr generate {out}" if text or isinstance(recipe.task, ImageTokenTask) else ""
     generate += " --prompt 'def '" if text else ""
-    print(f"next: nlr evaluate {options.out}{generate}")
+    print(f"next: nlr evaluate {out}{generate}")
 
 
 def run_finetune(arguments: list[str]) -> None:

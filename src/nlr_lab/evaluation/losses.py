@@ -91,7 +91,7 @@ def score_documents(
         ids += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"] + end
         size += len(document.encode("utf-8"))
     if len(ids) < 2 or size == 0:
-        raise UserError(f"the text comes to {len(ids)} tokens; at least 2 are needed")
+        raise UserError(f"the text comes to {len(ids)} tokens; give one of at least 2")
     embeddings: Any = model.get_input_embeddings()
     if max(ids) >= embeddings.num_embeddings:
         raise UserError(

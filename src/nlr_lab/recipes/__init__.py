@@ -118,7 +118,7 @@ def check_name(name: str, command: str = "") -> None:
     known = recipes_of(command)
     if name not in RECIPES:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+        hint = f"did you mean {near[0]!r}?" if near else "nlr recipes lists them"
         raise UserError(f"unknown recipe {name!r}; {hint}")
     if name not in known:
         own = RECIPES[name].command

@@ -116,6 +116,13 @@ def curve_of(history: Sequence[dict[str, float]], key: str) -> Curve:
     return tuple((int(entry["step"]), entry[key]) for entry in history if key in entry)
 
 
+def after_divergence(step: int) -> str:
+    """Return what to do about a run whose loss diverged at a step."""
+    if step == 1:  # before any update
+        return "its model or data are broken: nlr verify looks at a checkpoint's weights"
+    return "lower the learning rate or lengthen the warm-up, and start anew"
+
+
 def untrained_loss(history: Sequence[dict[str, float]]) -> float | None:
     """Return the loss of the first step, out of Trainer's log."""
     return next((entry["untrained_loss"] for entry in history if "untrained_loss" in entry), None)

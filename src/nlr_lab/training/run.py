@@ -35,7 +35,7 @@ from .arms import apply_arm, build_model, optimizer_settings, uses_muon
 from .checkpoints import check_optimizer
 from .progress import RunLog, progress_of
 from .recipe import Recipe, TrainConfig
-from .result import TrainResult, curve_of, judged, stability, untrained_loss
+from .result import TrainResult, after_divergence, curve_of, judged, stability, untrained_loss
 from .run_folder import RunFolder
 from .trainer import RunTrainer, Schedule, WarmOptimizer
 
@@ -94,8 +94,8 @@ def run_training(
             lambda: folder.check(resume=resume, overwrite=overwrite, prepared=prepared)
         )
         if finished is not None and finished.status == "diverged":
-            hint = "lower the learning rate or lengthen the warm-up, and start anew"
-            raise DivergedError(f"the run in {out} diverged at step {finished.steps}; {hint}", finished.steps)
+            what = f"the run in {out} diverged at step {finished.steps}"
+            raise DivergedError(f"{what}; {after_divergence(finished.steps)}", finished.steps)
         if finished is not None:
             return finished
         if ":" in arm.method:  # a user's function need not know of meta devices

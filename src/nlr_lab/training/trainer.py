@@ -34,7 +34,7 @@ from . import deepspeed
 from .arms import is_adapted
 from .background import Background
 from .recipe import TrainConfig
-from .result import curve_of, rises, untrained_loss
+from .result import after_divergence, curve_of, rises, untrained_loss
 
 _SHUFFLED = 1 << 24  # sequences that are shuffled at once
 _RUN = 1 << 12
@@ -316,8 +316,7 @@ class RunTrainer(Trainer):
             raise self._diverged(min(bad))
 
     def _diverged(self, step: int, why: str = "the loss is no longer a finite number") -> DivergedError:
-        hint = "lower the learning rate or lengthen the warm-up, and start anew"
-        return DivergedError(f"{why} at step {step}; {self._last_good(step)}; {hint}", step)
+        return DivergedError(f"{why} at step {step}; {self._last_good(step)}; {after_divergence(step)}", step)
 
     def _last_good(self, before: float = math.inf) -> str:
         self._writing.finish()

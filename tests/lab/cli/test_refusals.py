@@ -22,7 +22,7 @@ ROWS = [  # a command, and words of the line
     ("recipes --json", "--json"),
     ("train", "name a recipe", "llm-demo"),
     ("train llm-dmo", "llm-dmo", "'llm-demo'"),
-    ("compare qqq", "qqq", "llm-small"),
+    ("compare qqq", "qqq", "nlr recipes lists them"),
     ("train --out x", "name a recipe"),
     # Each recipe's own model has its own fields.
     ("train sine-convnext-demo --patch 3", "8 pixels do not split into patches of 3, halved 3 times; choose 24"),

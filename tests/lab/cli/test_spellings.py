@@ -37,7 +37,7 @@ def given(name, value):
 def test_a_name_of_transformers_acts_as_ours(word):
     assert word in SCRIPTS or word in {each.name for each in dataclasses.fields(TrainingArguments)}
     value = VALUES.get(SAME[word], "0.25" if "ratio" in word else "40")
-    more = {"epochs": (), "warmup_share": ("--warmup-steps", "0"), "compile_mode": ("--compile",)}.get(SAME[word], ())
+    more = ("--compile",) if SAME[word] == "compile_mode" else ()
     plain = read("llm-demo")
     theirs, ours = (read("llm-demo", *given(name, value), *more) for name in (word, SAME[word]))
     assert theirs == ours
@@ -58,6 +58,20 @@ def test_a_name_of_another_tool_is_answered_by_ours(capsys, word):
     assert "unrecognized argument" in refused(capsys, "verify", "x", *given(word, "1"))
 
 
+def test_warmup_of_one_kind_replaces_that_of_the_other(tmp_path):
+    for recipe, option, expected in (
+        ("vit-demo", ("--warmup-steps", "2"), (2, 0.0)),
+        ("llm-demo", ("--warmup-ratio", "0.25"), (0, 0.25)),
+        ("vit-demo", ("--warmup-steps", "0"), (0, 0.0)),
+    ):
+        train, _, _ = read(recipe, *option)
+        assert (train.warmup_steps, train.warmup_share) == expected
+    file = tmp_path / "mine.toml"
+    file.write_text("[train]\nwarmup_steps = 7\n")
+    train, _, _ = read("vit-demo", "--config", file, "--warmup-share", "0.5")
+    assert (train.warmup_steps, train.warmup_share) == (0, 0.5)
+
+
 def test_a_file_may_have_names_of_transformers(tmp_path, capsys):
     file = tmp_path / "theirs.yaml"
     file.write_text("learning_rate: 3e-3\nmax_steps: 60\nreport_to: none\noutput_dir: runs/y\n")
@@ -75,6 +89,7 @@ def test_a_file_may_have_names_of_transformers(tmp_path, capsys):
         (["--steps", "3"], 3, None, 1, 0.0),
         (["--steps", "600"], 600, None, 30, 0.0),
         (["--steps=20", "--warmup-steps=15"], 20, None, 15, 0.0),
+        (["--steps=20", "--warmup-share", "0.5"], 20, None, 0, 0.5),
         (["--steps=20", "--warmup-steps=0", "--warmup-share", "0.5"], 20, None, 0, 0.5),
         (["--epochs", "2"], 0, 2.0, 0, 0.1),
         (["--epochs", "2", "--warmup-steps", "7"], 0, 2.0, 7, 0.0),

@@ -199,4 +199,4 @@ def test_papers_data():
 
 def test_unknown_recipes_name_the_nearest():
     assert_refused("did you mean 'llm-base'", get_recipe, "llm_base")
-    assert_refused("there are llm-demo, ", get_recipe, "zzz")
+    assert_refused("nlr recipes lists them", get_recipe, "zzz")

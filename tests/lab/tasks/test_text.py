@@ -302,7 +302,10 @@ def test_tokenizers_from_files(tmp_path):
     path, folder = write(tmp_path, "txt", make_documents()), tmp_path / "tokenizer"
     packed = prepare_text(small(path), progress=False)
     packed.tokenizer.save_pretrained(folder)
-    places = [folder, folder / "tokenizer.json"]
+    run = tmp_path / "run"
+    shutil.copytree(folder, run / "model")
+    (run / "recipe.json").write_text("{}")
+    places = [folder, folder / "tokenizer.json", run]
     model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     for vocabulary, merges in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")):
         places.append(tmp_path / vocabulary)
@@ -357,6 +360,7 @@ BROKEN = [
     ("a.txt.gz", gzip.compress(b""), "holds no text"),
     ("a.txt", b"good\n" * 30_000 + b"b\0d", "line 30001 is binary"),
     ("a.txt", b"abc\xff\xfedef", "line 1 is not UTF-8"),
+    ("a.txt", "abc".encode("utf-16"), "is UTF-16; convert it to UTF-8 first"),
     ("a.txt", b"one line", "too few to hold some out"),
     ("a.txt", (b"a" * 999 + b"\n") * 90, "one document .* too few to hold some out"),
     ("a.jsonl", b'{"text": "hello world"}\n' * 3000, "one document of 11 characters, or copies of one: too few"),

@@ -359,6 +359,7 @@ def test_dead_data_reader_is_named_and_the_run_resumes(server, tmp_path):
         ("poison_gradient,at=4", {"eval_every": 12}, 4, [2]),
         ("poison,at=0", {}, 5, [2, 4]),
         ("poison,at=7", {"log_every": 12, "save_every": 10, "eval_every": 12}, 7, []),
+        ("poison,at=1", {}, 1, []),
     ],
 )
 def test_run_that_is_no_longer_finite_stops_and_names_the_step(tmp_path, monkeypatch, arm, settings, step, saved):
@@ -375,6 +376,7 @@ def test_run_that_is_no_longer_finite_stops_and_names_the_step(tmp_path, monkeyp
     with pytest.raises(DivergedError, match=f"at step {step}; {last}") as caught:
         run_training(recipe, out, prepared=TEXT, quiet=True)
     assert caught.value.step == step
+    assert ("nlr verify looks at" if step == 1 else "lower the learning rate") in str(caught.value)
     assert list(step_folders(out / "checkpoints")) == saved
     result = json.loads((out / "result.json").read_text())
     assert (result["status"], result["final_loss"], result["steps"]) == ("diverged", None, step)

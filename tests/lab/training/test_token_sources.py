@@ -73,8 +73,8 @@ def test_commands_take_token_files(tmp_path, capsys, tokenizer):
     sizes += ["--batch-size", 4, "--sequence-length", LENGTH, "--eval-sequences", 4, "--arm", "noble:rank=2"]
     named = [tmp_path / "words"] if tokenizer == "words" else ["none", "--vocab-size", VOCABULARY]
     source = ["--source", folder / "*.bin", "--tokenizer", *named]
-    out = tmp_path / "out"
-    assert "next: nlr evaluate" in succeed(capsys, "train", "llm-demo", *source, *sizes, "--out", out)
+    out = tmp_path / "its out"
+    assert f"next: nlr evaluate '{out}'" in succeed(capsys, "train", "llm-demo", *source, *sizes, "--out", out)
     assert "loss" in succeed(capsys, "evaluate", out)
     about, ids = (folder / "b.bin").stat(), np.fromfile(folder / "b.bin", "<u2")
     ids[::-1].tofile(folder / "b.bin")

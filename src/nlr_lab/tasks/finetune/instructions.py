@@ -124,7 +124,8 @@ class InstructionTask(FinetuneTask):
         train, valid = _apart(train, valid, facts), valid.select(range(min(len(valid), data.eval_rows)))
         said.insert(0, f"instructions: {summary(facts)}")
         if not len(train) or not len(valid):
-            raise UserError(f"{data.source}: {len(examples)} rows are left, too few to train and to evaluate on")
+            left = f"{data.source}: {len(train)} rows are left to train and {len(valid)} to evaluate on"
+            raise UserError(f"{left} ({'; '.join(said)}); give more rows, or raise --max-length")
         rows = train
         if pack is not None:
             rows = pack_examples(train, data.max_length, pack)

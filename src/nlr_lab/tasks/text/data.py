@@ -4,6 +4,7 @@ Compressed files (.xz .gz .zst) are read as what they contain, line by line; onl
 memory whole.
 """
 
+import codecs
 import contextlib
 import gzip
 import hashlib
@@ -257,6 +258,8 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
     with _reading(path), _open(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(most + 1), b""), 1):
             check_held(len(line), most, f"line {number} of {path}")
+            if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise UserError(f"{path} is UTF-16; convert it to UTF-8 first")
             if b"\0" in line:
                 raise UserError(f"{path}, line {number} is binary (it has a zero byte); give text")
             try:

@@ -43,10 +43,13 @@ def train_tokenizer(kind: str, documents: Iterable[str], vocab_size: int) -> Pre
 
 
 def load_tokenizer(name: str) -> Any:
-    """Load GPT-2's files, BERT's vocab.txt, a tokenizer.json, a folder of one of these, or a name on the hub; raise
-    UserError where there is none, its files do not fit each other, or it has no end-of-text token."""
+    """Load GPT-2's files, BERT's vocab.txt, a tokenizer.json, a folder of one of these or of a run, or a name on the
+    hub; raise UserError where there is none, its files do not fit each other, or it has no end-of-text token."""
+    path = Path(name).expanduser()
+    if (path / "recipe.json").is_file():
+        path /= "model"
     try:
-        tokenizer = _read_tokenizer(Path(name).expanduser(), name)
+        tokenizer = _read_tokenizer(path, name)
     except UserError:
         raise
     except Exception as error:  # the Rust side raises plain Exception
