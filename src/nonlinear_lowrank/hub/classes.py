@@ -130,7 +130,7 @@ class AugmentedModel:
         drawn = not any(parameter.is_meta for layer in augmented_layers(self) for parameter in layer.parameters())
         if drawn:
             self._draw(layers)
-        _hand_to_transformers(self, drawn=drawn)
+            _mark_drawn(self)
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
@@ -254,15 +254,12 @@ def _methods_in(model: Any) -> set[Method]:
     return set(filter(None, map(method_of_layer, model.modules())))
 
 
-def _hand_to_transformers(model: Any, *, drawn: bool) -> None:
-    """Leave names in files to transformers, which needs those in memory; mark layers that are drawn as it marks its."""
+def _mark_drawn(model: Any) -> None:
+    """Mark layers that are drawn as transformers marks its own."""
     for layer in augmented_layers(model):
-        if hasattr(layer, "plain_names"):
-            layer.plain_names = False
-        if drawn:
-            layer._is_hf_initialized = True
-            if (dense := dense_part(layer)) is not None:
-                dense._is_hf_initialized = True  # type: ignore[assignment]
+        layer._is_hf_initialized = True
+        if (dense := dense_part(layer)) is not None:
+            dense._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def _entries_for(model: Any, entries: list[Any]) -> list[dict[str, Any]]:
@@ -516,4 +513,4 @@ def make_saveable(model: nn.Module, entry: dict[str, Any]) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, PreTrainedConfig) and id(value) in memo:
                 setattr(module, name, memo[id(value)])
-    _hand_to_transformers(model, drawn=True)
+    _mark_drawn(model)

@@ -296,19 +296,20 @@ def dense_part(module: nn.Module) -> nn.Module | None:
 class BranchLayer(nn.Module):
     """Base of layers with a branch beside their child `dense`, a plain linear that converters may take.
 
-    `weight` and `bias` read the dense part's tensors, and files have them under these names, so plain checkpoints load.
+    `weight` and `bias` read the dense part's tensors. A state dict that has them under these names loads too: plain
+    checkpoints, and the files that transformers saves (`hub`).
     The branch's parameters are the layer's own; with `branch_enabled` off, forward gives the dense part alone.
     """
 
     dense: nn.Module
-    plain_names: bool
-    """True: `state_dict()` has the dense part's tensors under the plain layer's names; where transformers saves the
-    model, it renames them itself (`hub`)."""
+    plain_names = False
+    """Whether `state_dict()` has the dense part's tensors under the plain layer's names, as torchtitan's checkpoints
+    have. Torch's distributed state dicts load wrapped models by the names of `named_parameters`, not by those."""
 
     def put_beside(self, dense: nn.Module) -> None:
         """Take the linear; called once, after `nn.Module.__init__`."""
         self.dense = dense
-        self.plain_names = self.branch_enabled = True
+        self.branch_enabled = True
         # A loop over all modules would undo the layer's init of the dense part.
         dense.reset_parameters = _drawn_by_the_layer  # type: ignore[assignment]
         self.register_state_dict_post_hook(_with_plain_names)

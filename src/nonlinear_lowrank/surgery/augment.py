@@ -26,6 +26,8 @@ from .report import AugmentReport, measure_plain
 from .split import apply_splits, check_split, saved_splits, split_linears
 from .targets import HOOKED, Patterns, choose_found, choose_linears, expert_tensors, holds_numbers
 
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+
 after_augment: list[Callable[[nn.Module, dict[str, Any]], None]] = []
 """Hooks, called with (model, entry) once a model was augmented; `hub` adds the one that makes it saveable."""
 
@@ -73,13 +75,16 @@ def augment(
     Raises:
         UserError: a pattern or a name matches nothing, a budget cannot be met, there is nothing to swap or to split,
             the rank does not fit or groups do not divide the width, a target is frozen, quantized, hooked (also by
-            accelerate), not called by the model's code, or augmented already, or its shape is not known yet.
+            accelerate), not called by the model's code, or augmented already, its shape is not known yet, or the model
+            is wrapped by DDP or FSDP1.
     """
     method = known_method(config)
     if not isinstance(model, nn.Module):
         raise UserError(f"augment takes a module, got {type(model).__name__}")
     if any(map(is_lazy, model.parameters())):
         raise UserError("the model has lazy layers, whose shapes are not known yet; run one batch through it first")
+    if wrapper := next((kind for each in model.modules() if (kind := type(each).__name__) in _WRAPPERS), None):
+        raise UserError(f"the model is inside {wrapper}, which would not see new tensors; augment it, then wrap it")
     if fuse_shared_inputs:
         try:
             config = replace(config, fuse_shared_inputs=True)

@@ -7,17 +7,22 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from torch import distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers import GteConfig, GteForMaskedLM
 
 import nonlinear_lowrank as nlr
 from adapter_helpers import PEFT_WARNINGS
 from model_helpers import FAMILIES
 from nonlinear_lowrank import NobleConfig, NobleConv1D, NobleLinear
+from refusals import assert_refused
 
 pytestmark = [pytest.mark.filterwarnings(line) for line in PEFT_WARNINGS]
 CONFIGS = {"add": NobleConfig(rank=4), "biased": NobleConfig(rank=4, up_bias=True, output_scale=1.5)}
+WHOLE = StateDictOptions(full_state_dict=True)
 CONFIGS["gated"] = NobleConfig(rank=4, fusion="gated", activation="silu")
 
 
@@ -93,13 +98,32 @@ def test_a_loop_over_all_modules_redraws_by_the_layers_table():
     assert layer[0].weight.std().item() == pytest.approx(3.0 / 20, rel=0.05)
 
 
-def test_distributed_checkpoints_have_the_plain_names_too():
-    model, other = (_augmented(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))) for _ in range(2))
-    state = get_model_state_dict(model)
-    assert {"0.weight", "2.bias", "2.noble_up"} < state.keys()
-    set_model_state_dict(other, state)
+@pytest.fixture
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_model_inside_ddp_is_refused(process_group):
+    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(16, 16)))
+    assert_refused("augment it, then wrap it", _augmented, wrapped)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("wrapped", [lambda model: model, torch.compile, fully_shard, DistributedDataParallel])
+def test_distributed_state_dicts_load_into_wrapped_models(wrapped, full, process_group):
+    layers = (nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(3))
+    plain, model, other = map(_augmented, layers)
+    wrapped_model, wrapped_other = wrapped(model), wrapped(other)
+    options = StateDictOptions(full_state_dict=full)
+    set_model_state_dict(wrapped_other, get_model_state_dict(wrapped_model, options=options), options=options)
+    whole, again = (get_model_state_dict(each, options=WHOLE) for each in (wrapped_model, wrapped_other))
+    assert {"0.dense.weight", "2.noble_up"} < whole.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
+    plain.load_state_dict({name.replace("dense.", ""): tensor for name, tensor in whole.items()})
     x = torch.randn(3, 16)
-    assert torch.equal(other(x), model(x))
+    torch.testing.assert_close(plain(x), wrapped_model(x))
 
 
 def _augmented(model):

@@ -33,6 +33,7 @@ from nonlinear_lowrank.surgery.targets import Patterns, choose_linears
 class Layer(Module):
     """A mixin that makes one of our layers a module of torchtitan."""
 
+    plain_names = True
     by_rows: tuple[str, ...] = ()  # own tensors whose rows are the layer's outputs, as those of a weight are
 
     @property

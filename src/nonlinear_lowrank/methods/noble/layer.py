@@ -27,8 +27,8 @@ With fusion="gated" (noble_notes_zh.md, section 7.1) the output is a mixture ins
 It saves both terms, d_out wide, for backward, where the sum saves neither.
 
 The dense part is an ordinary linear, the child `dense`, so that what converts linears (torchao's float8 and QAT,
-bitsandbytes, peft's LoRA) takes it and leaves the branch alone. In files its tensors have the plain layer's names:
-`q_proj.weight`, not `q_proj.dense.weight`.
+bitsandbytes, peft's LoRA) takes it and leaves the branch alone. In the files of transformers' and torchtitan's models
+its tensors have the plain layer's names, `q_proj.weight`, not `q_proj.dense.weight`, and either names load.
 """
 
 import math
