@@ -34,7 +34,7 @@ from .rivals import Cola, Sltrain
 # What a short form says of the whole arm, and what are names also where they look like a number.
 _WHOLE = ("name", "dense_init", "lr", "qk_norm", "optimizer", "grid", "head_lr")
 _TEXTS = ("include", "exclude", "match")
-_UP = re.compile(r"lora_B|lora_embedding_B|_up(?:\.|$)")
+_UP = re.compile(r"lora_B|_up(?:\.|$)")
 
 _KINDS: tuple[ArmKind, ...] = (
     ArmKind(),

@@ -271,7 +271,7 @@ def training_arguments(recipe: Recipe, out: Path) -> TrainingArguments:
             save_total_limit=train.keep_checkpoints,
             report_to=[] if train.tracker in ("none", "tensorboard") else [train.tracker],
             run_name=f"{recipe.name}-{recipe.arm.name}-seed-{train.seed}",
-            logging_nan_inf_filter=False,  # it waits for the device in every step; CheckpointedTrainer looks
+            logging_nan_inf_filter=False,  # it waits for the device in every step; RunTrainer looks
             disable_tqdm=True,
             remove_unused_columns=False,
             dataloader_num_workers=train.dataloader_workers,

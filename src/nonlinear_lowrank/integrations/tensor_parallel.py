@@ -108,7 +108,8 @@ class NobleParallel(TensorParallelLayer):
         def rowwise(x: Tensor) -> Tensor:
             with _local(module, group, self) as biases:
                 y = _Sum.apply(plain(_plain(x)), group)
-            return y + sum(biases[1:], biases[0]).to(y.dtype) if biases else y
+            scale = module.noble_config.scale if module.branch_enabled else 1.0
+            return y + scale * sum(biases[1:], biases[0]).to(y.dtype) if biases else y
 
         module.forward = rowwise if self.rowwise else colwise
         if self.rowwise:

@@ -147,6 +147,14 @@ def test_lora_plus_groups_are_those_of_peft(root):
     assert set(ours.values()) == {1e-2, 16 * 1e-2}
 
 
+def test_lora_plus_trains_factors_of_embeddings_alike(root):
+    recipe = helpers.recipe(helpers.glue_task(root), "lora:r=2,plus=16,target_modules=.*word_embeddings")
+    groups = optimizer_groups(adapted(recipe), recipe, recipe.arm, 1e-2)
+    ours = {name: group["lr"] for group in groups for name, _ in group["params"] if "lora_embedding" in name}
+    assert len(ours) == 2
+    assert set(ours.values()) == {1e-2}
+
+
 @pytest.mark.parametrize(
     "arm", ["full", "head", "lora:r=2", "lora:r=2,head_lr=0.5", "sine-lora:r=2,omega=50,plus=4", "nora:r=1,groups=4"]
 )

@@ -17,12 +17,12 @@ pytest.importorskip("transformers.distributed.parallel_utils")
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES = {"vocab_size": 96, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, **HEADS}
 CASES = {
-    "cosine": (LlamaConfig, {"rank": 4, "up_bias": True}),
+    "cosine": (LlamaConfig, {"rank": 4, "up_bias": True, "output_scale": 1.5}),
     "official": (LlamaConfig, {"rank": 4, "bottleneck_bias": True}),
     "uneven": (LlamaConfig, {"rank": 5}),
     "deep": (LlamaConfig, {"rank": 4, "depth": 3}),
     "shallow": (LlamaConfig, {"rank": 5, "depth": 1}),
-    "gelu": (Qwen2Config, {"rank": 4, "activation": "gelu"}),  # with biases
+    "gelu": (Qwen2Config, {"rank": 4, "activation": "gelu", "output_scale": 1.5}),  # with biases
     "plain": (LlamaConfig, None),
 }
 

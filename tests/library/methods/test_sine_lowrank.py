@@ -9,6 +9,7 @@ from transformers import ViTForImageClassification
 from transformers.pytorch_utils import Conv1D
 
 import nonlinear_lowrank as nlr
+from family_helpers import FAMILIES as EVERY_FAMILY
 from model_helpers import FAMILIES, parameters
 from nlr_lab.plan.inspect import format_cost
 from nonlinear_lowrank import SineLowRankConfig, SineLowRankLinear, UserError
@@ -138,3 +139,9 @@ def test_factors_that_fsdp_has_rounded_are_refused():
     assert layer.bfloat16().sine_up.dtype == torch.float32
     layer.sine_up.data = layer.sine_up.data.bfloat16()
     assert_refused("param_dtype=torch.float32", layer, torch.randn(2, 16))
+    model = EVERY_FAMILY["mixtral"].build()
+    nlr.augment(model, SineLowRankConfig(rank=2, omega=30), include=r".*experts", verbose=False)
+    for name, factor in model.named_parameters():
+        if "sine_" in name:
+            factor.data = factor.data.bfloat16()
+    assert_refused("param_dtype=torch.float32", model, torch.arange(5)[None])

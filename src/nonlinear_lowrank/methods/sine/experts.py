@@ -22,7 +22,7 @@ from nonlinear_lowrank.methods.expert_layouts import Projection, layout_of, remo
 from nonlinear_lowrank.methods.experts import by_expert, expert_count, experts_forward, projections, with_state
 from nonlinear_lowrank.ops.precision import kept_float32
 
-from .op import lowrank_linear, lowrank_weight
+from .op import check_unrounded, lowrank_linear, lowrank_weight
 
 _ENDS = ("in", "out")
 
@@ -78,7 +78,8 @@ class SineExperts(nn.Module):
         return getattr(self, f"sine_{end}_up"), getattr(self, f"sine_{end}_down")
 
     def forward(self, *inputs: Any) -> Tensor:
-        """See the class."""
+        """See the class; raise UserError where FSDP has rounded the factors to 16 bits."""
+        check_unrounded(self._factors("in")[0])
         ends, config = {each.name: (end, each.d_in) for end, each in self.ends()}, self.sine_config
 
         def linear(name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ from nonlinear_lowrank.validation import check_choice, check_integer, check_numb
 
 from .experts import SineExperts
 from .fit import fit_factors
-from .op import WEIGHT_ACTIVATIONS, lowrank_linear, lowrank_weight
+from .op import WEIGHT_ACTIVATIONS, check_unrounded, lowrank_linear, lowrank_weight
 
 WeightActivation = Literal["sine", "identity", "sigmoid", "relu"]
 
@@ -210,11 +210,7 @@ class SineLowRankLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features); raise UserError where FSDP has rounded the factors to 16 bits."""
         factors = self.sine_up, self.sine_down
-        if self.sine_up.dtype in (torch.bfloat16, torch.float16):  # a phase of 30 rad would be off by 0.1 rad
-            raise UserError(
-                "FSDP has rounded sine factors to 16 bits: use MixedPrecisionPolicy(param_dtype=torch.float32) and "
-                "autocast, in torchtitan --training.mixed_precision_param float32"
-            )
+        check_unrounded(self.sine_up)
         return lowrank_linear(x, *factors, self.bias, self.sine_config.activation, *self._settings())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
