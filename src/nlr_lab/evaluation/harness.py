@@ -1,7 +1,7 @@
 """Scores of tasks of EleutherAI's lm-evaluation-harness, and of the commonsense tests answered in generated text.
 
 `score_answers` is the evaluation of LLM-Adapters (Hu et al., arXiv:2304.01933, commonsense_evaluate of their release):
-behind the last "### Response:", the first occurrence of a possible answer counts, whatever stands around it.
+of what is written before another "### Response:", the first occurrence of a possible answer counts, wherever it is.
 The prompts are that of `nlr finetune` and that of the release, whose indent is a slip that its models have learned.
 """
 
@@ -228,8 +228,8 @@ def score_answers(
 
 
 def find_answer(text: str, answers: Sequence[str]) -> str:
-    """Return the first answer that occurs behind the last "### Response:"; "" for none."""
-    found = re.search("|".join(map(re.escape, answers)), text.rpartition(_RESPONSE)[2])
+    """Return the first answer that occurs in a continuation before another "### Response:"; "" for none."""
+    found = re.search("|".join(map(re.escape, answers)), text.partition(_RESPONSE)[0])
     return found[0] if found else ""
 
 

@@ -61,7 +61,8 @@ def test_the_first_answer_in_the_written_text_counts(model, tokenizer, tmp_path,
         ("siqa", "answer5", "answer5"),
         ("hellaswag", "ending3 ending1", "ending3"),
         ("winogrande", "option3", ""),
-        ("arc_easy", "answer1\n\n### Response:\nanswer4", "answer4"),
+        ("arc_easy", "answer1\n\n### Response:\nanswer4", "answer1"),  # the release splits at each
+        ("arc_easy", "answer1\n\n### Response:\n", "answer1"),
     ],
 )
 def test_answers_are_found_as_the_release_finds_them(test, text, answer):
