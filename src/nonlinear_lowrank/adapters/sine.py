@@ -282,6 +282,8 @@ class _Convolution(_ProductLayer):
         conv = self.get_base_layer()
         factors = [self.factors(name) for name in names]
         if isinstance(matrix_of(conv), Matrix):
+            if x.ndim == 3:  # one image, without a batch
+                return self.applied(x[None], source, bias, names, base=base)[0]
             return sine_layer(x, source, bias, factors, base=base, stride=conv.stride)
         weight = _sum(source, factors, base=base)
         return self.multiplied(x, weight if base else weight.unflatten(1, (-1, *conv.kernel_size)), bias)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.matrix import matrix_of
-from nonlinear_lowrank.surgery.targets import bypassed_linears, unreached_experts
+from nonlinear_lowrank.surgery.targets import bypassed_linears, output_head_names, unreached_experts
 
 from .config import BASE_ROWS, AdapterConfig, NamedConfig
 from .weights import AdapterLayer, TensorLayer
@@ -93,6 +93,10 @@ class CheckedTuner(BaseTuner):
             raise UserError(f"an adapter cannot be called {adapter_name!r}; choose a plain word without dots")
         # The names in a state dict stand above the config's targets: nothing to check.
         self._targets_are_given = kwargs.get("state_dict") is not None
+        # Of a former get_peft_model, whose config need not have made the same tensors in the same places.
+        for layer in model.modules():
+            if isinstance(layer, AdapterLayer) and layer.present([adapter_name]):
+                layer.delete_adapter(adapter_name)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
@@ -115,6 +119,8 @@ class CheckedTuner(BaseTuner):
         if every and not parameters and (experts := unreached_experts(model)):
             warnings.warn(f"{type(peft_config).__name__}: {experts}: they get no adapter", stacklevel=2)
         _maybe_include_all_linear_layers(peft_config, model)
+        if every:  # a classifier of images is no output embedding, which peft leaves out
+            peft_config.target_modules -= output_head_names(model).keys()
         targets = self._acting(peft_config, model, every)
         for name, module in targets.items():
             adapted = isinstance(module, BaseTunerLayer)
@@ -160,11 +166,14 @@ class CheckedTuner(BaseTuner):
             mine = name.endswith("base_layer.weight") or f".{self.prefix}" in name
             if mine and hasattr(tensor, "device_mesh"):
                 raise UserError(f"{name} is sharded; merge before sharding, in one process")
+        first: dict[int, str] = {}
         for name, module in self.model.named_modules():
             if getattr(module, "weight_name", None) and module.quantization_backend is None:
                 weight = getattr(module.get_base_layer(), module.weight_name, None)
                 if not isinstance(weight, nn.Parameter):
                     raise UserError(f"{name} has no weight of its own that a merge could change; use it unmerged")
+                if (other := first.setdefault(id(weight), name)) != name:
+                    raise UserError(f"{name} and {other} have one weight; use them unmerged, or nlr merge if tied")
 
     def _before_merge(self, adapter_names: list[str] | None, safe_merge: bool) -> None:
         if isinstance(adapter_names, str):

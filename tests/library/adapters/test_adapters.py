@@ -8,8 +8,9 @@ import torch
 from peft import PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
+import model_helpers
 import nonlinear_lowrank as nlr
 from adapter_helpers import FAMILIES, PEFT_WARNINGS, ROWS, batch, labels
 from nonlinear_lowrank import UserError
@@ -430,3 +431,53 @@ def test_layers_and_exclusions_choose_the_modules():
     everything = get_peft_model(FAMILIES["llama"].make(), nlr.NobleAdapterConfig(r=4, target_modules="all-linear"))
     assert len(layers(everything)) == 14  # the head is left alone
     assert everything.peft_config["default"].peft_type == peft.PeftType.NLR_NOBLE
+
+
+AGAIN = {  # a config, and another that has other tensors
+    "sine-dora, sine-lora": (nlr.SineLoraConfig(r=4, omega=50, use_dora=True), nlr.SineLoraConfig(r=4, omega=50)),
+    "targets": (nlr.SineLoraConfig(r=4, omega=50), nlr.SineLoraConfig(r=4, omega=50, target_modules=["o_proj"])),
+    "noble": (nlr.NobleAdapterConfig(r=4, depth=3), nlr.NobleAdapterConfig(r=4, depth=1, activation="gelu")),
+    "nora": (nlr.NoraConfig(r=1, groups=4), nlr.NoraConfig(r=1, groups=4, numerator_only=True)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning")
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time:UserWarning")
+@pytest.mark.parametrize("configs", AGAIN.values(), ids=AGAIN)
+def test_second_adapter_on_one_base_has_nothing_of_the_first(configs, tmp_path):
+    base = model_helpers.FAMILIES["llama"]()
+    clean = copy.deepcopy(base)
+    first, second = (each if each.target_modules else _on(each, ["q_proj"]) for each in copy.deepcopy(configs))
+    get_peft_model(base, first)
+    model = get_peft_model(base, second).eval()
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(clean, tmp_path).eval()
+    assert adapter_parameters(loaded).keys() == adapter_parameters(model).keys()
+    tokens = torch.arange(9)[None]
+    assert torch.equal(model(tokens).logits, loaded(tokens).logits)
+
+
+def _on(config, names):
+    if not isinstance(config, nlr.NoraConfig):
+        config.target_modules = set(names)
+    return config
+
+
+@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`:UserWarning")
+def test_merging_into_a_weight_of_two_adapted_layers_is_refused():
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    base = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True))
+    model = get_peft_model(base, nlr.SineLoraConfig(r=2, omega=50, target_modules=["embed_tokens", "lm_head"]))
+    before = {name: each.clone() for name, each in model.named_parameters()}
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(UserError, match=r"lm_head and .*embed_tokens have one weight"):
+            merge()
+    assert all(torch.equal(before[name], each) for name, each in model.named_parameters())
+
+
+def test_all_linear_leaves_out_the_classifier_of_images():
+    for config in (nlr.SineLoraConfig(r=2, omega=50), nlr.NobleAdapterConfig(r=4)):
+        config.target_modules = "all-linear"
+        model = get_peft_model(model_helpers.FAMILIES["vit"](), config)
+        assert not any("classifier" in name for name in adapter_parameters(model))
+        assert layers(model)
