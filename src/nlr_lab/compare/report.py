@@ -292,7 +292,7 @@ def _hours_verdict(ratio: Record, met: Sequence[str]) -> str:
     if not ratio["shown"]:
         return "no difference shown"
     if ratio["value"] < 1:
-        return "**slower**"
+        return "**slower** along the curves, which read it before its learning rate has decayed"
     missing = [each for each in FASTER if each not in met]
     return "**faster**" if not missing else f"ahead in this run, not shown to be faster ({', '.join(missing)})"
 
