@@ -1,6 +1,6 @@
 """Trained NOBLE branches: their share of a layer's output, how far from affine and how steep they are, their worth.
 
-    python -m studies.branch.run DATA [--stage biases|inside|layers|regularised|all] [--seeds 3] [--work FOLDER]
+    python -m studies.branch.run DATA [--stage biases|inside|layers|regularised|all|ladder] [--seeds 3] [--work FOLDER]
 
 DATA holds ELTeC's English novels as `train.txt.xz` and `valid.txt.xz`. The model is that of studies/llm_small (GLM of
 width 128, no biases, 500 steps). Each stage continues where it was interrupted:
@@ -11,6 +11,7 @@ width 128, no biases, 500 steps). Each stage continues where it was interrupted:
               the other, and its losses beside those of the plain model of `biases`: branch.json, branch.png
     layers    the same runs layer by layer: shares, spectra, frequencies along straight paths: layers.json
     regularised  NOBLE and the plain model as they are, and with each of `CONDITIONS`, seeds paired: regularised.json
+    ladder    the losses of `inside` of studies/ladder's models of width 96, where runs/ladder has them: ladder.json
 """
 
 import math
@@ -24,10 +25,12 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from nlr_lab.compare.record import RESULTS
 from nlr_lab.compare.report import estimate_text, p_text
 from nlr_lab.compare.statistics import Estimate, holm, paired_mean
+from nlr_lab.reproduce.run import model_folder
 from nlr_lab.runtime.environment import machine
-from nlr_lab.runtime.storage import write_json
+from nlr_lab.runtime.storage import read_json, write_json
 from nlr_lab.training import Arm, Recipe
 from nlr_lab.training.arms import apply_arm, build_model
 from nlr_lab.training.result import TrainResult
@@ -37,7 +40,7 @@ from nonlinear_lowrank.hub.loading import load_model
 from nonlinear_lowrank.hub.storage import versions
 from nonlinear_lowrank.methods.noble.layer import NobleLinear
 from nonlinear_lowrank.methods.noble.op import Branch, bottleneck
-from studies.study import one_line_errors, run_study, study_parser
+from studies.study import one_line_errors, record_arms, run_study, study_parser
 
 HERE = Path(__file__).parent
 ARMS = ("noble:rank=8", "baseline:init=noble", "studies.branch.run:with_biases,init=noble,name=biases")
@@ -62,11 +65,15 @@ CONDITIONS: dict[str, dict[str, float]] = {
 
 def main() -> None:
     parser = study_parser(__doc__, "branch", "data")
-    parser.add_argument("--stage", choices=("biases", "inside", "layers", "regularised", "all"), default="all")
+    names = ("biases", "inside", "layers", "regularised", "all", "ladder")
+    parser.add_argument("--stage", choices=names, default="all")
     given = parser.parse_args()
     from studies.llm_small.run import recipe  # a script itself, which `--help` leaves alone
 
     with one_line_errors(given.stage):
+        if given.stage == "ladder":
+            of_ladder(Path("runs/ladder/w96-t20"), given.threads)
+            return
         base = recipe(given.data, "cpu")
         if given.stage in ("biases", "all"):
             how = f"python -m studies.branch.run DATA --stage biases --seeds {given.seeds}"
@@ -228,6 +235,30 @@ def inside(base: Recipe, given: Any) -> None:
     }
     write_json(HERE / "branch.json", record)
     draw(record["steps"], HERE / "branch.png")
+
+
+def of_ladder(folder: Path, threads: int) -> None:
+    """Compare NOBLE's models of a rung, their branches changed, with its plain models."""
+    arms = record_arms(folder / RESULTS)
+    noble, plain = ([model_folder(folder, name, run) for run in arms[name]["runs"]] for name in ("noble", "plain"))
+    recipe = Recipe.from_dict(read_json(noble[0].parent / "recipe.json")["recipe"])
+    halves = _halves(recipe.task.prepare())
+    changed = [measure(load_model(each), halves) for each in noble]
+    losses = [_loss(load_model(each).eval(), halves[1]) for each in plain]
+    record = {
+        "command": "python -m studies.branch.run DATA --stage ladder",
+        "settings": {"rung": folder.name, "tokens": 2 * halves[0].numel()},
+        "machine": machine(threads),
+        "versions": versions(),
+        "n": len(noble),
+        "against_plain": {
+            change: vars(paired_mean([row["losses"][change] - own for row, own in zip(changed, losses, strict=True)]))
+            for change in changed[0]["losses"]
+        },
+    }
+    write_json(HERE / "ladder.json", record)
+    for name, each in record["against_plain"].items():
+        print(f"{name}: {estimate_text(each, '+.3f')}")
 
 
 def _halves(prepared: Any) -> tuple[Tensor, Tensor]:
