@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from scipy.stats import ttest_rel
 
 from nlr_lab.compare.grade import grade_cell
+from nlr_lab.compare.statistics import paired_mean
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES, TEMPLATES = ROOT / "studies", ROOT / "tools" / "figures.md"
@@ -152,10 +152,7 @@ def _numbers(value: Any) -> list[float]:
 
 def _paired(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
     """Return the mean of differences of the same seeds, with its 95 % interval by the t distribution."""
-    seeds = [seed for seed in one if seed in other]
-    test = ttest_rel([one[seed] for seed in seeds], [other[seed] for seed in seeds])
-    low, high = test.confidence_interval(0.95)
-    return {"value": statistics.fmean(one[seed] - other[seed] for seed in seeds), "low": low, "high": high}
+    return vars(paired_mean([one[seed] - other[seed] for seed in one if seed in other]))
 
 
 def collect(study: Path) -> None:

@@ -203,7 +203,7 @@ class SeedSpeed:
 
 
 def seed_speed(reference: Run, arm: Run) -> SeedSpeed:
-    """Step speedup and matched speedup (see the module's table) of two finished runs of one seed."""
+    """Step speedup and matched speedup of two finished runs of one seed."""
     assert reference.final_loss is not None, "the reference diverged"
     assert arm.final_loss is not None, "the arm diverged"
     steps = first_crossing(arm.losses, reference.final_loss)

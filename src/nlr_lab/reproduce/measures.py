@@ -106,9 +106,8 @@ class Arm:
         """Return the steps after which the reference's final loss is reached, in thousands."""
         if self.own is self.base:
             return self.seeds(lambda run: run["steps"] / 1000)
-        found = [each["step_speedup"] for each in (self.pair or {}).get("seeds", {}).values()]
-        steps = [run["steps"] / 1000 / speed for run, speed in zip(self.runs, found, strict=False) if speed]
-        return over_seeds([*steps], "not reached") if len(steps) == len(self.runs) else cell(None, why="not reached")
+        found = [each["steps_to_reference_loss"] for each in (self.pair or {}).get("seeds", {}).values()]
+        return over_seeds([each and each / 1000 for each in found], "not reached")
 
     def lower_train(self) -> Cell:
         """Return how much lower the training loss is than the reference's, percent."""
