@@ -99,10 +99,18 @@ class SineLayer(LoraLayer):
             magnitude.copy_(self._lengths())
 
     def narrow(self, name: str) -> None:
-        """See `AdapterLayer`; of the magnitude, which starts as exact lengths."""
-        if name in self.lora_magnitude_vector:
-            own = self.lora_magnitude_vector[name]
-            own.weight.data = own.weight.data.to(self.matrices(name)[0].dtype)
+        """See `AdapterLayer`; of the magnitude, which starts as exact lengths, and of what was loaded as it is."""
+        _, dtype = super()._get_base_layer_device_and_dtype(self.get_base_layer())
+        for tensors in (getattr(self, each) for each in self.adapter_layer_names):
+            if name in tensors and dtype is not None and dtype.is_floating_point:
+                own = tensors[name] if isinstance(tensors[name], nn.Parameter) else tensors[name].weight
+                own.data = own.data.to(dtype)
+
+    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[Any, Any]:
+        # No type once the adapters are started: peft casts them to it when low_cpu_mem_usage loads them.
+        device, dtype = super()._get_base_layer_device_and_dtype(base_layer)
+        made = {*self.lora_A, *self.lora_embedding_A}
+        return device, None if made and made <= self.omega.keys() else dtype
 
     def _lengths(self) -> Tensor:
         """Return (d_out), computed as the operators do, for the same bits."""

@@ -216,7 +216,9 @@ def test_a_whole_model_merges_bit_equal_in_bfloat16(dora):
 
 
 @doras
-def test_a_trained_magnitude_survives_a_bfloat16_base(dora, tmp_path):
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_trained_tensors_survive_a_bfloat16_base(autocast, low, dora, tmp_path):
     base = model_helpers.llama().bfloat16().eval()
     model = get_peft_model(copy.deepcopy(base), SineLoraConfig(r=2, use_dora=dora, target_modules=["q_proj"]))
     with torch.no_grad():
@@ -224,14 +226,14 @@ def test_a_trained_magnitude_survives_a_bfloat16_base(dora, tmp_path):
             if value.requires_grad:
                 value.add_(torch.rand_like(value) * 0.01)
     model.save_pretrained(tmp_path)
-    again = peft.PeftModel.from_pretrained(base, tmp_path)
+    how = {"low_cpu_mem_usage": low, "autocast_adapter_dtype": autocast}
+    again = peft.PeftModel.from_pretrained(base, tmp_path, **how)
     ours, theirs = (
         {name: value for name, value in each.named_parameters() if ".lora_" in name} for each in (model, again)
     )
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
-        # a float32 adapter that is loaded beside a bfloat16 base passes through bfloat16 in peft
-        torch.testing.assert_close(theirs[name], value, rtol=2**-8, atol=0)
+        assert torch.equal(theirs[name], value if autocast else value.bfloat16()), name
 
 
 def test_patterns_set_rank_and_omega_by_module():
