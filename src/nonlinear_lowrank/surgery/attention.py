@@ -27,9 +27,8 @@ _SETTINGS = ("embed_dim", "kdim", "vdim", "num_heads", "head_dim", "dropout", "b
 class UnfusedMultiheadAttention(nn.Module):
     """`nn.MultiheadAttention` whose projections are the linears q_proj, k_proj, v_proj and out_proj.
 
-    Arguments and results of `forward` are torch's, up to rounding, but for nested tensors. `state_dict()` has torch's
-    names, and tensors under these load; where a projection has no plain weight any more, or one that is split over
-    devices, it has those of the linears, which load as well.
+    Arguments and results of `forward` are torch's, up to rounding, but for nested tensors. `state_dict()` has the names
+    of the linears; tensors under torch's load as well.
 
     Args:
         attention: torch's; its `out_proj`, `bias_k` and `bias_v` are taken over, a packed input projection is copied.
@@ -58,7 +57,6 @@ class UnfusedMultiheadAttention(nn.Module):
         self.out_proj = attention.out_proj
         for name in ("bias_k", "bias_v"):
             self.register_parameter(name, getattr(attention, name))
-        self.register_state_dict_post_hook(_with_torchs_names)
         self.train(attention.training)
 
     @property
@@ -178,20 +176,6 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
     return mask.to(dtype)
-
-
-def _with_torchs_names(module: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    """Join and rename plain tensors of the input projections in what `state_dict()` returns."""
-    for tensor in ("weight", "bias"):
-        names = [f"{prefix}{name}_proj.{tensor}" for name in _INPUTS]
-        parts = [state_dict.get(name) for name in names]
-        if not all(isinstance(part, Tensor) and type(part.data) is Tensor for part in parts):
-            continue
-        if tensor == "bias" or module.packed:
-            state_dict[f"{prefix}in_proj_{tensor}"] = torch.cat([state_dict.pop(name) for name in names])
-        else:
-            for name, own in zip(names, _INPUTS, strict=True):
-                state_dict[f"{prefix}{own}_proj_weight"] = state_dict.pop(name)
 
 
 @contextmanager

@@ -116,7 +116,7 @@ def test_wrong_records_are_named_with_their_place(tmp_path, record, words, array
     [
         (b'{"instruction": "x", "output": "y"}\n{"instruction": \n', "line 2 is not JSON"),
         (b'[{"instruction": "x", "output": "y"},\n\n{"instruction" "x"}]', "is not JSON: .*line 3"),
-        (b"\xff\xfe", "line 1 is not UTF-8 text"),
+        (b"\xff", "line 1 is not UTF-8 text"),
         (None, r"no instruction file '.*a\.json'"),
     ],
 )

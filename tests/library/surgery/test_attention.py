@@ -133,11 +133,10 @@ def test_bad_inputs_raise():
 
 
 @pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
-def test_files_have_torchs_tensors(settings):
+def test_state_of_torchs_attention_loads_under_either_names(settings):
     plain, augmented, _ = _pair(**settings)
     state, before = augmented.state_dict(), plain.state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
-    assert {name.rpartition(".")[2].startswith("noble_") for name in state.keys() - before.keys()} == {True}
+    assert state.keys() == dict(augmented.named_parameters()).keys()
     other = Model(**settings)
     nlr.augment(other, NOBLE, verbose=False)
     other.load_state_dict(state)
