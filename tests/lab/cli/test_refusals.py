@@ -58,6 +58,7 @@ ROWS = [  # a command, and words of the line
     ("compare image-demo --reference sine", "there is no arm 'sine' to be the reference; there are dense, "),
     ("compare image-demo --workers 0", "workers must be a positive integer, got 0"),
     ("plan llm-nothing", "unknown recipe"),
+    ("inspect ft2", "no such file, folder or recipe: ft2"),
     ("plan 9b", "unknown size '9b'; there are 124m"),
     ("plan image-demo", "fits a field"),
     ("plan llm-demo --hardware abacus", "unknown hardware 'abacus'; there are a100, "),

@@ -236,6 +236,18 @@ def test_trained_tensors_survive_a_bfloat16_base(autocast, low, dora, tmp_path):
         assert torch.equal(theirs[name], value if autocast else value.bfloat16()), name
 
 
+def test_a_1x1_convolution_takes_an_image_without_a_batch():
+    model = get_peft_model(nn.Sequential(nn.Conv2d(8, 12, 1)), SineLoraConfig(r=2, target_modules=["0"]))
+    nn.init.normal_(model.base_model.model[0].lora_B.default.weight)
+    image = torch.randn(8, 5, 5, requires_grad=True)
+    batch = image.detach()[None].requires_grad_()
+    one, several = model(image), model(batch)
+    torch.testing.assert_close(one, several[0])
+    one.sum().backward()
+    several.sum().backward()
+    torch.testing.assert_close(image.grad, batch.grad[0])
+
+
 def test_patterns_set_rank_and_omega_by_module():
     config = SineLoraConfig(
         r=4, omega=100.0, target_modules=["q_proj", "v_proj"], rank_pattern={"v_proj": 2},
