@@ -75,7 +75,11 @@ def _write(folder: Path, options: GenerateOptions, sampling: Any) -> None:
     encode_prompt(model, tokenizer, options.prompt, sampling.max_new_tokens)  # refuses before anything is printed
     print(options.prompt, end="", flush=True)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    generate_text(model, tokenizer, options.prompt, sampling, streamer)
+    try:
+        generate_text(model, tokenizer, options.prompt, sampling, streamer)
+    except UserError:
+        print()  # the error begins a line
+        raise
 
 
 def _draw(folder: Path, options: GenerateOptions, sampling: Any) -> None:
