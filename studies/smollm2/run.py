@@ -100,7 +100,7 @@ def tune_on_commonsense(given: Any) -> None:
     recipe = _recipe("commonsense in LLM-Adapters' form", data, {"batch_size": 8}, given.threads)
     _compare(recipe, COMMONSENSE[: given.arms], "commonsense", "commonsense DATA", given)
     scores = dict(score_all(recipe.task, given.work / "commonsense", given.data))
-    found = {"differences": differences(scores), "arms": scores, **provenance()}
+    found = {"differences": differences(scores), "scores": scores, **provenance()}
     write_json(HERE / "commonsense-scores.json", found)
 
 
@@ -141,7 +141,7 @@ def score_all(task: Any, folder: Path, data: Path) -> Iterator[tuple[str, list[d
 
 
 def differences(scores: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return each arm's mean differences from LoRA's models, paired by seed, and from the untuned model.
+    """Return each arm's mean differences from the first one's models, LoRA's, by seed, and from the untuned model.
 
     By column: "tests" is the mean accuracy on LLM-Adapters' tests, "mmlu" that on MMLU, "wikitext" the loss in nats a
     token. Holm's correction is over the arms of a column.
@@ -152,12 +152,13 @@ def differences(scores: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, 
         "wikitext": lambda each: each["wikitext"]["loss"],
     }
     (untuned,), arms = scores["untuned"], [name for name in scores if name != "untuned"]
+    lora, *others = arms
     found: dict[str, dict[str, Any]] = {name: {} for name in arms}
     for column, of in columns.items():
         values = {name: [of(each) for each in scores[name]] for name in arms}
         before = {name: paired_mean([value - of(untuned) for value in values[name]]) for name in arms}
-        pairs = {name: list(zip(values[name], values["lora"], strict=True)) for name in arms}
-        beside = {name: paired_mean([own - lora for own, lora in pairs[name]]) for name in arms if name != "lora"}
+        pairs = {name: zip(values[name], values[lora], strict=True) for name in others}
+        beside = {name: paired_mean([own - its for own, its in pairs[name]]) for name in others}
         for what, family in (("less_untuned", before), ("less_lora", beside)):
             adjusted = holm([each.p_value for each in family.values()])
             for (name, each), p_holm in zip(family.items(), adjusted, strict=True):
