@@ -303,8 +303,8 @@ class BranchLayer(nn.Module):
 
     dense: nn.Module
     plain_names = False
-    """Whether `state_dict()` has the dense part's tensors under the plain layer's names, as torchtitan's checkpoints
-    have. Torch's distributed state dicts load wrapped models by the names of `named_parameters`, not by those."""
+    """True: `state_dict()` has the dense part's tensors under the plain layer's names, as torchtitan's checkpoints do.
+    Torch's distributed state dicts load wrapped models by the names of `named_parameters`, not by those."""
 
     def put_beside(self, dense: nn.Module) -> None:
         """Take the linear; called once, after `nn.Module.__init__`."""

@@ -26,6 +26,7 @@ from .report import AugmentReport, measure_plain
 from .split import apply_splits, check_split, saved_splits, split_linears
 from .targets import HOOKED, Patterns, choose_found, choose_linears, expert_tensors, holds_numbers
 
+# By name, so that FSDP1 need not be imported.
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 after_augment: list[Callable[[nn.Module, dict[str, Any]], None]] = []
