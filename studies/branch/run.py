@@ -72,7 +72,7 @@ def main() -> None:
 
     with one_line_errors(given.stage):
         if given.stage == "ladder":
-            of_ladder(Path("runs/ladder/w96-t20"), given.threads)
+            of_ladder(Path("runs/ladder/w96-t20"), given)
             return
         base = recipe(given.data, "cpu")
         if given.stage in ("biases", "all"):
@@ -237,18 +237,19 @@ def inside(base: Recipe, given: Any) -> None:
     draw(record["steps"], HERE / "branch.png")
 
 
-def of_ladder(folder: Path, threads: int) -> None:
+def of_ladder(folder: Path, given: Any) -> None:
     """Compare NOBLE's models of a rung, their branches changed, with its plain models."""
     arms = record_arms(folder / RESULTS)
     noble, plain = ([model_folder(folder, name, run) for run in arms[name]["runs"]] for name in ("noble", "plain"))
     recipe = Recipe.from_dict(read_json(noble[0].parent / "recipe.json")["recipe"])
-    halves = _halves(recipe.task.prepare())
+    text = {f"{of}source": str(given.data / f"{part}.txt.xz") for of, part in (("", "train"), ("valid_", "valid"))}
+    halves = _halves(replace(recipe.task, text=replace(recipe.task.text, **text)).prepare())
     changed = [measure(load_model(each), halves) for each in noble]
     losses = [_loss(load_model(each).eval(), halves[1]) for each in plain]
     record = {
         "command": "python -m studies.branch.run DATA --stage ladder",
         "settings": {"rung": folder.name, "tokens": 2 * halves[0].numel()},
-        "machine": machine(threads),
+        "machine": machine(given.threads),
         "versions": versions(),
         "n": len(noble),
         "against_plain": {

@@ -75,9 +75,12 @@ def main() -> None:
     parser = study_parser(__doc__, "smollm2")
     parser.add_argument("part", choices=("instructions", "commonsense"))
     parser.add_argument("data", type=absolute)
-    parser.add_argument("--arms", type=int, default=len(COMMONSENSE), help="of the commonsense comparison")
+    many = range(2, len(COMMONSENSE) + 1)
+    parser.add_argument("--arms", type=int, choices=many, metavar="N", help="of the commonsense comparison")
     parser.add_argument("--workers", type=int, help="runs side by side")
     given = parser.parse_args()
+    if given.arms and given.part != "commonsense":
+        parser.error("--arms is for commonsense; omit it")
     with one_line_errors(), kept_runs(HERE, given.work):
         {"instructions": tune_on_instructions, "commonsense": tune_on_commonsense}[given.part](given)
 
