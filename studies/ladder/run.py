@@ -10,7 +10,7 @@ which a new folder begins with. Stages, in this order:
 
     first     widths 32 and 48, 20 tokens a parameter: plain, wide, NOBLE, NOBLE with Muon, CoLA; learning rates tuned
     second    width 64: the arms of `first`
-    third     width 96: plain, wide, NOBLE
+    third     width 96: the arms of `first`
     all       widths 32, 48, 64 and 96, all arms
     fourth    width 128: the arms of `first`
     top       width 192: plain, wide, NOBLE; --seeds 2
@@ -37,7 +37,7 @@ FEW = tuple(arm for arm in ARMS if arm.rpartition("name=")[2] in ("plain", "wide
 STAGES: dict[str, dict[str, Any]] = {
     "first": {"widths": (32, 48), "arms": FEW, "next_width": 64},
     "second": {"widths": (64,), "arms": FEW, "next_width": 96},
-    "third": {"widths": (96,), "arms": FEW[:3], "next_width": 128},
+    "third": {"widths": (96,), "arms": FEW, "next_width": 128},
     "all": {"widths": (32, 48, 64, 96)},
     "fourth": {"widths": (128,), "arms": FEW},
     "top": {"widths": (192,), "arms": FEW[:3]},
