@@ -128,6 +128,9 @@ class CheckedTuner(BaseTuner):
                 raise UserError(f"{name} has an adapter of another method; call unload() or merge_and_unload()")
             base: Any = module.get_base_layer() if adapted else module  # type: ignore[operator]
             self.check_target(name, base, peft_config.resolve(name))
+            if isinstance(base, nn.Embedding) and (twins := _twins(model, name, base) - targets.keys()):
+                where = ", ".join(sorted(twins))  # T5 never calls `shared` itself
+                warnings.warn(f"the adapter on {name} does not act in {where}, which has its weight", stacklevel=2)
         for pattern in peft_config.patterns.values():
             keys = getattr(peft_config, pattern)
             names = (*targets, *(f".{name}" for name in parameters))
@@ -293,6 +296,12 @@ class AdapterModel(CheckedTuner):
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
         # peft's own looks for a weight to take the device from; tensors are made on the right one here.
         setattr(parent, child_name, new_module)
+
+
+def _twins(model: nn.Module, name: str, table: nn.Embedding) -> set[str]:
+    """Return the other embeddings with a table's weight."""
+    tables = {other: each for other, each in model.named_modules() if isinstance(each, nn.Embedding)}
+    return {other for other, each in tables.items() if each.weight is table.weight} - {name}
 
 
 def _see_length(length: list[int], _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

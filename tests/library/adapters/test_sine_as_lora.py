@@ -11,7 +11,14 @@ from peft.helpers import rescale_adapter_scale
 from peft.optimizers import create_lorafa_optimizer, create_loraplus_optimizer
 from peft.utils.hotswap import hotswap_adapter
 from torch import nn
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import model_helpers
 from adapter_helpers import PEFT_WARNINGS
@@ -323,6 +330,16 @@ def test_tied_weights_have_tied_adapters():
     torch.testing.assert_close(head.get_delta_weight("default"), embedding.get_delta_weight("default"))
     model(input_ids=torch.arange(12).view(2, 6)).logits.square().sum().backward()
     assert head.lora_A["default"].weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_an_embedding_that_others_stand_in_for_is_listed():
+    tiny = {"d_model": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 4, "vocab_size": 12}
+    base = T5ForConditionalGeneration(T5Config(**tiny))
+    with pytest.warns(UserWarning, match="on shared does not act in decoder.embed_tokens, encoder.embed_tokens, which"):
+        get_peft_model(base, SineLoraConfig(r=2, target_modules=["shared", "q"]))
+    both = SineLoraConfig(r=2, target_modules=["shared", "embed_tokens"])
+    get_peft_model(T5ForConditionalGeneration(T5Config(**tiny)), both)
 
 
 @pytest.mark.parametrize("make", ["plus", "fa"])
