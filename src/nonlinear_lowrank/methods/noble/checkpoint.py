@@ -97,10 +97,8 @@ def _check(
     plain: dict[str, tuple[int, ...]], given: Mapping[str, Tensor], layers: list[str], config: NobleConfig
 ) -> None:
     """Raise UserError unless tensors are those of the plain model, by its shapes, and of the layers' branches."""
-    wanted, r = dict(plain), config.rank
+    wanted = dict(plain)
     for layer in layers:
         d_out, d_in = plain.get(f"{layer}.weight", (0, 0))
-        own = {"down": (r, d_in), "up": (d_out, r)} | {f"mix{k}": (r, r) for k in range(1, config.depth)}
-        vectors = [f"{each}{k}" for each in ("frequency", "phase", "bias") for k in range(1, config.depth + 1)]
-        wanted |= {f"{layer}.noble_{name}": shape for name, shape in (own | dict.fromkeys(vectors, (r,))).items()}
+        wanted |= {f"{layer}.noble_{name}": shape for name, shape in config.shapes(d_in, d_out).items()}
     check_shapes("the state dict is not of this model", wanted, given)

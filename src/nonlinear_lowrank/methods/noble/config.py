@@ -144,6 +144,17 @@ class NobleConfig:
         """Return r of a layer d_in -> d_out."""
         return self.rank if self.rank_ratio is None else max(1, int(min(d_in, d_out) * self.rank_ratio))
 
+    def shapes(self, d_in: int, d_out: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the branch's tensors beside a linear d_in -> d_out, by the ends of their names."""
+        r = self.rank_of(d_in, d_out)
+        found: dict[str, tuple[int, ...]] = {"down": (r, d_in), "up": (d_out, r)}
+        found |= {f"mix{k}": (r, r) for k in range(1, self.depth)}
+        for k in range(1, self.depth + 1) if self.activation == "cosine" else ():
+            found |= {f"frequency{k}": (r,), f"phase{k}": (r,)}
+            found |= {f"bias{k}": (r,)} if self.bottleneck_bias else {}
+        found |= {"up_bias": (d_out,)} if self.up_bias else {}
+        return found | ({"fusion": (1,)} if self.fusion == "gated" else {})
+
     def check_rank(self, d_in: int, d_out: int) -> str | None:
         """Return why a linear d_in -> d_out has no branch of this rank, or None."""
         rank = self.rank_of(d_in, d_out)

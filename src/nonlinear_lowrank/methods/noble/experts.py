@@ -157,14 +157,8 @@ def branch_shapes(experts: Any, config: NobleConfig) -> dict[str, tuple[int, ...
     count = expert_count(experts)
     shapes: dict[str, tuple[int, ...]] = {}
     for end, each in zip(_ENDS, projections(experts), strict=False):
-        r = config.rank_of(each.d_in, each.d_out)
-        own: dict[str, tuple[int, ...]] = {"down": (count, r, each.d_in), "up": (count, each.d_out, r)}
-        own |= {"down": (r, each.d_in)} if config.expert_down == "shared" else {}
-        own |= {f"mix{k}": (count, r, r) for k in range(1, config.depth)}
-        for k in range(1, config.depth + 1) if config.activation == "cosine" else ():
-            own |= {f"frequency{k}": (count, r), f"phase{k}": (count, r)}
-            own |= {f"bias{k}": (count, r)} if config.bottleneck_bias else {}
-        own |= {"up_bias": (count, each.d_out)} if config.up_bias else {}
+        own = {name: (count, *shape) for name, shape in config.shapes(each.d_in, each.d_out).items()}
+        own |= {"down": own["down"][1:]} if config.expert_down == "shared" else {}
         own |= {"fusion": (count,)} if config.fusion == "gated" else {}
         shapes |= {f"noble_{end}_{name}": shape for name, shape in own.items()}
     return shapes

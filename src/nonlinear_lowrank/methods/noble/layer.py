@@ -84,20 +84,13 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
         self.noble_own_init = frozenset[str]()  # of "weight" and "bias", those that the model's own init draws
         # Sums h over devices that each have a part of d_in.
         self.noble_reduce: Callable[[Tensor], Tensor] | None = None
-        self.noble_rank = r = config.rank_of(d_in, d_out)
-        shapes: dict[str, tuple[int, ...] | None] = {"noble_down": (r, d_in), "noble_up": (d_out, r)}
-        shapes |= {f"noble_mix{k}": (r, r) for k in range(1, config.depth)}
-        if config.activation == "cosine":
-            for k in range(1, config.depth + 1):
-                shapes |= {f"noble_frequency{k}": (r,), f"noble_phase{k}": (r,)}
-                shapes |= {f"noble_bias{k}": (r,)} if config.bottleneck_bias else {}
-        shapes["noble_up_bias"] = (d_out,) if config.up_bias else None
-        shapes["noble_fusion"] = (1,) if config.fusion == "gated" else None
-        for name, shape in shapes.items():
-            held = None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-            self.register_parameter(name, held)
+        self.noble_rank = config.rank_of(d_in, d_out)
+        shapes = config.shapes(d_in, d_out)
+        for name in dict.fromkeys((*shapes, "up_bias", "fusion")):
+            made = nn.Parameter(torch.empty(shapes[name], device=device, dtype=dtype)) if name in shapes else None
+            self.register_parameter(f"noble_{name}", made)
         kinds = ("mix", "frequency", "phase")
-        self._branch_names = [[name for name in shapes if name.startswith(f"noble_{kind}")] for kind in kinds]
+        self._branch_names = [[f"noble_{name}" for name in shapes if name.startswith(kind)] for kind in kinds]
         self.reset_parameters()
 
     def branch(self) -> Branch:
@@ -341,11 +334,9 @@ class NobleMethod(Method):
                 flops += _expert_flops(module, config)
                 continue
             (d_in, d_out), own = linear_shape(module), configs[name]
-            products = _products(d_in, d_out, own, name not in without)
-            vectors = (2 + own.bottleneck_bias) * own.depth * own.rank_of(d_in, d_out)
-            vectors = vectors if own.activation == "cosine" else 0
-            parameters += products + vectors + own.up_bias * d_out + (own.fusion == "gated")
-            flops += 2 * products
+            tensors = own.shapes(d_in, d_out)
+            parameters += sum(math.prod(tensors[each]) for each in tensors if each != "down" or name not in without)
+            flops += 2 * _products(d_in, d_out, own, name not in without)
         return parameters, flops
 
     def optimize(self, model: nn.Module, *, shared_inputs: bool, quantized: bool) -> bool:
