@@ -34,6 +34,7 @@ from nlr_lab.fields.image import read_image
 from nlr_lab.fields.mesh_files import read_mesh
 from nlr_lab.fields.scenes import read_scene
 from nlr_lab.recipes import get_recipe
+from nlr_lab.runtime.storage import read_json
 from nlr_lab.tasks.finetune.classification import read_tsv
 from nlr_lab.tasks.finetune.instructions import read_examples
 from nlr_lab.tasks.images.sources import read_images
@@ -219,7 +220,7 @@ def _read_config(path: Path) -> Any:
 
 
 def _recipes(folder: Path) -> list[bytes]:
-    return [get_recipe(name).to_json().encode() for name in ("llm-demo", "glue-minilm", "vit-demo")]
+    return [json.dumps(get_recipe(name).to_dict()).encode() for name in ("llm-demo", "glue-minilm", "vit-demo")]
 
 
 def _text(path: Path) -> str:
@@ -372,7 +373,7 @@ def _image_set(name: str, suffix: str, pack: Callable[[bytes], bytes]) -> Target
 
 TARGETS = [
     Target("config", "input.json", _configs, _read_config),
-    Target("recipe", "input.json", _recipes, lambda path: Recipe.from_json(_text(path))),
+    Target("recipe", "input.json", _recipes, lambda path: Recipe.from_dict(read_json(path))),
     Target("arm", "input", _arms, _read_arm),
     Target("overrides", "input", _overrides, _read_overrides),
     _part("model config", "branches/config.json", _load_model),

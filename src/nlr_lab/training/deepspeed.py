@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nlr_lab.runtime.processes import on_rank_0, together
+from nlr_lab.runtime.processes import on_rank_0
 from nlr_lab.runtime.storage import read_manifest
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import install_hint
@@ -63,11 +63,6 @@ def check_readable(folder: Path, checkpoints: Path, *, deepspeed: bool, processe
     written_by = on_rank_0(lambda: read_manifest(folder))["processes"]
     if written_by != processes:
         raise UserError(f"{folder} was written by {written_by} DeepSpeed processes and there are {processes}")
-
-
-def write_engine(engine: Any, folder: Path, *, adapted: bool) -> None:
-    """Write the engine's checkpoint; raise in every process where it failed in one. All processes call it."""
-    together(lambda: engine.save_checkpoint(str(folder), exclude_frozen_parameters=adapted))
 
 
 def gathered_weights(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:

@@ -4,7 +4,6 @@ All are frozen dataclasses of plain fields: any field can be given on the comman
 """
 
 import dataclasses
-import json
 import math
 import types
 import typing
@@ -245,10 +244,6 @@ class Recipe:
         """Return plain JSON values."""
         return dataclasses.asdict(self)
 
-    def to_json(self) -> str:
-        """Return JSON that `from_json` reads back exactly."""
-        return json.dumps(self.to_dict(), indent=2)
-
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Recipe":
         """Reverse `to_dict`; raise UserError where a field is missing, unknown, or of the wrong kind."""
@@ -263,17 +258,6 @@ class Recipe:
         tasks = (OptLanguageModelTask, LanguageModelTask, GlueTask, InstructionTask, ImageTask)
         tasks = (*tasks, MaskedLanguageModelTask, ImagePretrainingTask, ImageTokenTask)  # type: ignore[assignment]
         return _from_plain(cls, data, "recipe", {"task": typing.Union[tasks], "arm": Arm})  # noqa: UP007
-
-    @classmethod
-    def from_json(cls, text: str) -> "Recipe":
-        """Read `to_json` or the contents of a run's recipe.json; raise UserError if it is something else."""
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise UserError(f"not a recipe: {one_line(error)}") from error
-        if isinstance(data, dict) and isinstance(data.get("recipe"), dict):
-            data = data["recipe"]
-        return cls.from_dict(data)
 
 
 def _from_plain(kind: Any, value: Any, where: str, kinds: Mapping[str, Any] | None = None) -> Any:

@@ -434,7 +434,8 @@ class RunTrainer(Trainer):
             folder = Path(on_rank_0(begin))
             share, optimizer = dict[str, Any](), None
             if self.is_deepspeed_enabled:
-                deepspeed.write_engine(self.model_wrapped, folder, adapted=is_adapted(plain))
+                engine: Any = self.model_wrapped
+                together(lambda: engine.save_checkpoint(str(folder), exclude_frozen_parameters=is_adapted(plain)))
             else:
                 shards = self.args.world_size if self.is_fsdp_enabled else 1
                 share = files.copied_weights(folder, plain, rank=rank, processes=shards)

@@ -11,7 +11,6 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_traceable_wrapper_subclass
 
 _SWITCHES: list[tuple[object, bool]] = [(None, True)]  # the default, then every open block's; the last one decides
-_LOCK = Lock()
 _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -33,13 +31,11 @@ def use_kernels(enabled: bool) -> Iterator[None]:
     On a CPU NOBLE's backward is what its forward was.
     """
     switch = (object(), enabled)
-    with _LOCK:
-        _SWITCHES.append(switch)
+    _SWITCHES.append(switch)
     try:
         yield
     finally:
-        with _LOCK:
-            _SWITCHES.remove(switch)
+        _SWITCHES.remove(switch)
 
 
 def enabled() -> bool:

@@ -110,7 +110,7 @@ def test_a_rate_of_the_user_is_the_default_arms_too(tmp_path, capsys, monkeypatc
     trained = []
     (tmp_path / "mine.toml").write_text("[train]\nlr = 1e-2\n")
     own = replace(get_recipe("instruct-small"), arm="sine-lora:r=4,omega=200,lr=3e-4")
-    (tmp_path / "recipe.json").write_text(own.to_json())
+    (tmp_path / "recipe.json").write_text(json.dumps(own.to_dict()))
 
     def stop(recipe, *_, **__):
         trained.append(recipe)

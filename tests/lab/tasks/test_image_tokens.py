@@ -363,7 +363,7 @@ def test_evaluate_repeats_the_loss_of_training(trained, capsys):
 
 
 def test_a_killed_run_resumes_bit_by_bit_with_any_cache(trained, tmp_path):
-    recipe = Recipe.from_json((trained / "recipe.json").read_text())
+    recipe = Recipe.from_dict(json.loads((trained / "recipe.json").read_text())["recipe"])
     moved = replace(
         recipe, task=replace(recipe.task, tokens=replace(recipe.task.tokens, cache_dir=str(tmp_path / "c")))
     )

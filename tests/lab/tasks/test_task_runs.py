@@ -108,7 +108,7 @@ def test_masked_evaluation_is_the_mean_over_the_masked_tokens(tmp_path):
     prepared = own.task.prepare(progress=False)
     assert len(prepared.valid) == 7, "no multiple of the batch"
     result = run_training(own, tmp_path / "run", prepared=prepared, quiet=True)
-    assert Recipe.from_json(own.to_json()) == own
+    assert Recipe.from_dict(json.loads(json.dumps(own.to_dict()))) == own
     assert result.bits_per_byte is None
     assert "valid_bytes_per_token" not in json.loads((tmp_path / "run" / "result.json").read_text())["data"]
     inputs, labels = (torch.stack([prepared.valid[i][name] for i in range(7)]) for name in ("input_ids", "labels"))

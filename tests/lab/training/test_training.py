@@ -39,8 +39,9 @@ def test_run_leaves_its_files_and_numbers(tmp_path):
     names = {"recipe.json", "data.json", "result.json", "log.jsonl", "model", "checkpoints", "tensorboard", ".lock"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
     assert TrainResult.from_json((tmp_path / "out" / "result.json").read_text()) == result
-    assert Recipe.from_json((tmp_path / "out" / "recipe.json").read_text()) == recipe
-    versions = json.loads((tmp_path / "out" / "recipe.json").read_text())["versions"]
+    kept = json.loads((tmp_path / "out" / "recipe.json").read_text())
+    assert Recipe.from_dict(kept["recipe"]) == recipe
+    versions = kept["versions"]
     assert versions["torch"] == torch.__version__.split("+")[0] or versions["torch"] == torch.__version__
     assert (result.status, result.steps, result.arm, result.lr) == ("done", 12, "noble-r4", 1e-2)
     assert [step for step, _ in result.curve] == [5, 10, 12]
@@ -259,7 +260,7 @@ def test_finished_run_is_kept_by_resume_and_replaced_by_overwrite(tmp_path):
     (out / "letter.txt").write_text("somebody's")
     assert train(out, overwrite=True, arm="baseline", steps=2).arm == "baseline"
     assert (out / "letter.txt").read_text() == "somebody's"
-    assert Recipe.from_json((out / "recipe.json").read_text()).arm == Arm()
+    assert Recipe.from_dict(json.loads((out / "recipe.json").read_text())["recipe"]).arm == Arm()
     (out / "recipe.json").write_text('{"recipe": {"name"')
     fix = f"recipe.json is damaged, .*; bring it back, or delete {out} to train anew"
     assert_refused(fix, train, out, arm="baseline", steps=2, resume=True)
