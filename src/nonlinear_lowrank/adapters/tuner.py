@@ -1,6 +1,7 @@
 """Base of tuners: finds the modules, checks them before anything is changed, and puts the layers in place."""
 
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,12 +16,13 @@ from peft.utils.quantization_utils import get_quantization_kwargs
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.matrix import matrix_of
-from nonlinear_lowrank.surgery.targets import bypassed_linears, output_head_names, unreached_experts
+from nonlinear_lowrank.methods.matrix import matrix_of, replace_modules
+from nonlinear_lowrank.surgery.targets import bypassed_linears, output_head_names, unreached_experts, why_bypassed
 
 from .config import BASE_ROWS, AdapterConfig, NamedConfig
 from .weights import AdapterLayer, TensorLayer
 
+_HEADS = {"classifier", "score", "qa_outputs"}  # peft puts them into modules_to_save, whichever there is
 Tuner = TypeVar("Tuner", bound="type[CheckedTuner]")
 
 
@@ -111,6 +113,8 @@ class CheckedTuner(BaseTuner):
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         """Make every check that needs the model, before the first module is changed."""
         super()._prepare_model(peft_config, model)
+        places = Counter(child for parent in model.modules() for child in parent._modules.values())
+        self._repeated = {child for child, count in places.items() if child is not None and count > 1}
         if self._targets_are_given or peft_config.target_modules == DUMMY_TARGET_MODULES:
             return
         every = peft_config.target_modules == INCLUDE_LINEAR_LAYERS_SHORTHAND
@@ -128,20 +132,27 @@ class CheckedTuner(BaseTuner):
                 raise UserError(f"{name} has an adapter of another method; call unload() or merge_and_unload()")
             base: Any = module.get_base_layer() if adapted else module  # type: ignore[operator]
             self.check_target(name, base, peft_config.resolve(name))
-            if isinstance(base, nn.Embedding) and (twins := _twins(model, name, base) - targets.keys()):
-                where = ", ".join(sorted(twins))  # T5 never calls `shared` itself
-                warnings.warn(f"the adapter on {name} does not act in {where}, which has its weight", stacklevel=2)
         for pattern in peft_config.patterns.values():
             keys = getattr(peft_config, pattern)
             names = (*targets, *(f".{name}" for name in parameters))
             unused = [key for key in keys if all(get_pattern_key([key], name) != key for name in names)]
             if unused:
                 raise UserError(f"{pattern} has {', '.join(map(repr, unused))}, which match no adapted module")
+        for field in ("modules_to_save", "trainable_token_indices"):
+            given = getattr(peft_config, field, None) or ()  # token indices alone are those of the input embedding
+            for key in {each for each in given if isinstance(each, str)} - _HEADS:
+                if not any(name.endswith(key) for name, _ in model.named_modules()):
+                    raise UserError(f"{field} has {key!r}, which matches no module of {type(model).__name__}")
 
     def _acting(self, peft_config: Any, model: nn.Module, every: bool) -> dict[str, nn.Module]:
         """Return the targets, without those that the model's code does not call; UserError if the user named one."""
         targets, bypassed = self.targets(peft_config, model), bypassed_linears(model)
         dead = {name: bypassed[name].why for name in targets if name in bypassed and bypassed[name].refused}
+        for name in (name for name, module in targets.items() if isinstance(module, nn.Embedding)):
+            *path, own = name.split(".")
+            parent, grandparent = (model.get_submodule(".".join(each)) for each in (path, path[:-1]))
+            if why_bypassed(name, own, parent, grandparent):  # T5's `shared`
+                dead[name] = f"the forward of {type(parent).__name__} does not call it"
         if not dead:
             return targets
         name, why = next(iter(dead.items()))
@@ -161,6 +172,12 @@ class CheckedTuner(BaseTuner):
             if isinstance(layer, AdapterLayer):
                 layer.narrow(adapter_name)
 
+    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+        if child in self._repeated:  # peft sees the first place
+            self._repeated.add(new_module)
+            replace_modules(self.model, {child: new_module})
+        super()._replace_module(parent, child_name, new_module, child)
+
     # Merging.
 
     def _check_merge_allowed(self) -> None:
@@ -169,14 +186,18 @@ class CheckedTuner(BaseTuner):
             mine = name.endswith("base_layer.weight") or f".{self.prefix}" in name
             if mine and hasattr(tensor, "device_mesh"):
                 raise UserError(f"{name} is sharded; merge before sharding, in one process")
-        first: dict[int, str] = {}
+        holders: dict[int, list[str]] = defaultdict(list)
+        for name, module in self.model.named_modules():
+            if not name.endswith(".original_module"):  # of modules_to_save: a copy serves
+                for tensor in module._parameters.values():
+                    holders[id(tensor)].append(name)
         for name, module in self.model.named_modules():
             if getattr(module, "weight_name", None) and module.quantization_backend is None:
                 weight = getattr(module.get_base_layer(), module.weight_name, None)
                 if not isinstance(weight, nn.Parameter):
                     raise UserError(f"{name} has no weight of its own that a merge could change; use it unmerged")
-                if (other := first.setdefault(id(weight), name)) != name:
-                    raise UserError(f"{name} and {other} have one weight; use them unmerged, or nlr merge if tied")
+                if others := [each for each in holders[id(weight)] if not f"{each}.".startswith(f"{name}.")]:
+                    raise UserError(f"{name} and {others[0]} have one weight; use it unmerged, or nlr merge if tied")
 
     def _before_merge(self, adapter_names: list[str] | None, safe_merge: bool) -> None:
         if isinstance(adapter_names, str):
@@ -292,16 +313,6 @@ class AdapterModel(CheckedTuner):
         layer._active_adapter = self.active_adapters
         layer.update_layer(adapter_name, config)
         self._replace_module(parent, target_name, layer, target)
-
-    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
-        # peft's own looks for a weight to take the device from; tensors are made on the right one here.
-        setattr(parent, child_name, new_module)
-
-
-def _twins(model: nn.Module, name: str, table: nn.Embedding) -> set[str]:
-    """Return the other embeddings with a table's weight."""
-    tables = {other: each for other, each in model.named_modules() if isinstance(each, nn.Embedding)}
-    return {other for other, each in tables.items() if each.weight is table.weight} - {name}
 
 
 def _see_length(length: list[int], _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

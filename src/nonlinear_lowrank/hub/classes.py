@@ -39,7 +39,7 @@ from nonlinear_lowrank.surgery.augment import apply_saved
 from nonlinear_lowrank.surgery.split import SplitLinear, drawn_whole
 
 from .modeling_file import write_modeling_file
-from .registration import CLASS_PREFIX, FIELD, TYPE_PREFIX
+from .registration import CLASS_PREFIX, FIELD, OWN_TYPES, TYPE_PREFIX
 
 
 class DenseNames(WeightRenaming):
@@ -514,3 +514,17 @@ def make_saveable(model: nn.Module, entry: dict[str, Any]) -> None:
             if isinstance(value, PreTrainedConfig) and id(value) in memo:
                 setattr(module, name, memo[id(value)])
     _mark_drawn(model)
+
+
+def check_saveable(model: PreTrainedModel) -> None:
+    """Raise UserError for a model with layers that its config does not list: its files would lose them."""
+    configs: list[Any] = [model.config]
+    if model.config.model_type in OWN_TYPES:  # whose plain models have such layers
+        return
+    for each in configs:  # with those of its parts
+        configs += [value for value in vars(each).values() if isinstance(value, PreTrainedConfig)]
+    if not any(getattr(each, FIELD, None) for each in configs) and any(map(method_of_layer, model.modules())):
+        raise UserError(
+            f"the config of {type(model).__name__} does not list its augmented layers, and its files would lose them: "
+            "augment the whole model that you save, with include= for a part"
+        )

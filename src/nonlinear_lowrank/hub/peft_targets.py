@@ -17,17 +17,23 @@ from .registration import TYPE_PREFIX
 
 def fill_in_targets(tuner: Any, model: Any, config: Any) -> None:
     """Set `config.target_modules` for an augmented model: where it is None and the tuner knows the plain model's type,
-    and where a tuner of peft's own is given names, of layers that it does not take whole.
+    and where it has names, of layers that must not be taken whole: what is merged would be scaled, or gated.
+
+    The same for NoRA++'s `lora_target_modules`, where they are names; its `target_modules` are activations.
 
     Names that no longer hold a linear of their own (sine low-rank weights, nonlinear queries) are left out of the
-    former, and raise UserError among the latter.
+    former. Among the latter they raise UserError, except with our own tuners, which take such layers whole.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     known = getattr(tuner, "target_module_mapping", {}).get(str(model_type).removeprefix(TYPE_PREFIX))
-    given: Any = getattr(config, "target_modules", ())
+    field = "lora_target_modules" if hasattr(config, "lora_target_modules") else "target_modules"
+    given: Any = getattr(config, field, ())
     named = given is not None or getattr(config, "target_parameters", None)
-    if given and not isinstance(given, str) and type(tuner).__module__.startswith("peft."):
+    peft_own = type(tuner).__module__.startswith("peft.")
+    if given and not isinstance(given, str):
         known, named = given, None
+    elif field == "lora_target_modules":
+        return
     if named or not str(model_type).startswith(TYPE_PREFIX) or not isinstance(known, list | tuple | set):
         return
     places: dict[str, list[str]] = defaultdict(list)  # whole names, by the end that they have beside the plain name
@@ -35,18 +41,18 @@ def fill_in_targets(tuner: Any, model: Any, config: Any) -> None:
         plain = next((each for each in known if f".{name}".endswith(f".{each}")), None)
         if plain is None:
             continue
-        for inner in _inside(module):
+        for inner in _inside(module) or [""] * (known is given and not peft_own):
             places[plain + inner].append(name + inner)
-    if given and known is given:
+    if known is given:
         held = [name for name, module in model.named_modules() if method_of_layer(module) and not _inside(module)]
-        for name in held:
+        for name in held if peft_own else ():
             if any(f".{name}".endswith(f".{each}") for each in given):
                 raise UserError(f"{name} holds no plain linear that peft could adapt; leave it out of target_modules")
         places |= {each: [each] for each in given if not any(f"{end}.".startswith(f"{each}.") for end in places)}
     # A name with two ends would also match layers that no tuner takes.
     several = len({end.removesuffix(".dense").removesuffix(".projection") for end in places}) < len(places)
     if places:
-        config.target_modules = set().union(*places.values()) if several else set(places)
+        setattr(config, field, set().union(*places.values()) if several else set(places))
 
 
 def _inside(module: Any) -> list[str]:

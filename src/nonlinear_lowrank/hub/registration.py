@@ -9,7 +9,7 @@ Each is told at the moment it is imported, or at once where it already is:
   Tuners find the modules of an augmented model that they take by default (`peft_targets`).
 - diffusers' `load_lora_adapter` builds a LoraConfig out of the settings in a file, whatever they are of; of ours it is
   given the config that they are of.
-- Our own `augment` is told to make saveable what it augmented.
+- Our own `augment` is told to make saveable what it augmented, and `save_pretrained` refuses the model around it.
 """
 
 import importlib
@@ -125,8 +125,17 @@ def _on_augment(augment: Any) -> None:
     augment.after_augment.append(make_saveable)
 
 
+def _on_models(modeling_utils: Any) -> None:
+    def save(save: Any, model: Any, args: Any, kwargs: Any) -> Any:
+        importlib.import_module("nonlinear_lowrank.hub.classes").check_saveable(model)
+        return save(*args, **kwargs)
+
+    wrapt.wrap_function_wrapper(modeling_utils.PreTrainedModel, "save_pretrained", save)
+
+
 wrapt.register_post_import_hook(_on_peft, "peft")
 wrapt.register_post_import_hook(_on_transformers, "transformers.models.auto.configuration_auto")
 wrapt.register_post_import_hook(_on_diffusers, "diffusers.loaders.peft")
 wrapt.register_post_import_hook(_on_speech, "transformers.pipelines.automatic_speech_recognition")
+wrapt.register_post_import_hook(_on_models, "transformers.modeling_utils")
 wrapt.register_post_import_hook(_on_augment, "nonlinear_lowrank.surgery.augment")

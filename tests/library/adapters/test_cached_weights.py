@@ -148,3 +148,14 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += 1
         return func(*args, **(kwargs or {}))
+
+
+def test_adapters_made_in_inference_mode_compute_there():
+    base = nn.Sequential(nn.Linear(12, 10))
+    with torch.inference_mode():
+        model = get_peft_model(base, SineLoraConfig(r=3, target_modules=["0"], init_lora_weights=False)).eval()
+        x = torch.randn(2, 12)
+        expected = model(x)
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+        base[0].lora_B["default"].weight.mul_(2)
+        assert not torch.equal(model(x), expected)

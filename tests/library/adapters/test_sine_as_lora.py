@@ -22,7 +22,7 @@ from transformers import (
 
 import model_helpers
 from adapter_helpers import PEFT_WARNINGS
-from nonlinear_lowrank import SineLoraConfig, UserError
+from nonlinear_lowrank import NobleAdapterConfig, SineLoraConfig, UserError
 from nonlinear_lowrank.adapters.sine import SineLayer
 from rounding_helpers import assert_close_by_norm
 
@@ -332,14 +332,30 @@ def test_tied_weights_have_tied_adapters():
     assert head.lora_A["default"].weight.grad is not None
 
 
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-def test_an_embedding_that_others_stand_in_for_is_listed():
+@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
+def test_a_weight_that_another_module_holds_is_not_merged():
+    base = model_helpers.llama(tie_word_embeddings=True)
+    model = get_peft_model(base, SineLoraConfig(r=2, target_modules=["embed_tokens"]))
+    with pytest.raises(UserError, match=r"model.embed_tokens and .*lm_head have one weight; use it unmerged"):
+        model.merge_and_unload()
+
+
+def test_an_embedding_that_is_not_called_is_refused():
     tiny = {"d_model": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 4, "vocab_size": 12}
-    base = T5ForConditionalGeneration(T5Config(**tiny))
-    with pytest.warns(UserWarning, match="on shared does not act in decoder.embed_tokens, encoder.embed_tokens, which"):
-        get_peft_model(base, SineLoraConfig(r=2, target_modules=["shared", "q"]))
-    both = SineLoraConfig(r=2, target_modules=["shared", "embed_tokens"])
-    get_peft_model(T5ForConditionalGeneration(T5Config(**tiny)), both)
+    model = T5ForConditionalGeneration(T5Config(**tiny))
+    names = list(model.state_dict())
+    with pytest.raises(UserError, match=r"on shared would have no effect: the forward of T5For.* does not call it"):
+        get_peft_model(model, SineLoraConfig(r=2, target_modules=["shared", "q"]))
+    assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("make", [SineLoraConfig, NobleAdapterConfig])
+def test_a_linear_in_two_places_has_its_adapter_in_both(make):
+    shared = nn.Linear(8, 8)
+    base = nn.Sequential(nn.Sequential(shared, nn.GELU()), nn.Sequential(shared))
+    model = get_peft_model(base, make(r=2, target_modules=r"\d\.0"))
+    assert base[0][0] is base[1][0] is not shared
+    assert model.unload()[1][0] is shared is base[0][0]
 
 
 @pytest.mark.parametrize("make", ["plus", "fa"])

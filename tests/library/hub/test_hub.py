@@ -211,6 +211,20 @@ def test_augmenting_keeps_other_models_of_the_config_plain(tmp_path):
     assert type(hf.AutoModelForCausalLM.from_pretrained(tmp_path)) is hf.LlamaForCausalLM
 
 
+@pytest.mark.parametrize("part", ["model", "model.layers"])
+def test_a_model_around_an_augmented_part_is_not_saved_without_it(part, tmp_path):
+    whole = llama()
+    nlr.augment(whole.get_submodule(part), nlr.NobleConfig(rank=3), verbose=False)
+    with pytest.raises(nlr.UserError, match="does not list its augmented layers"):
+        whole.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    listed = llama()
+    nlr.augment(listed, nlr.NobleConfig(rank=3), include=r"model\..*", verbose=False)
+    listed.model.save_pretrained(tmp_path)
+    loaded = hf.AutoModel.from_pretrained(tmp_path)
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in listed.model.state_dict().items())
+
+
 def test_trainer_finds_the_loss_of_the_base(saved):
     # Trainer shifts labels under label smoothing for the classes of this table only.
     assert type(saved["glm"][1]).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

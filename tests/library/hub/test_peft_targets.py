@@ -1,5 +1,7 @@
 """Default targets of peft's tuners in augmented models."""
 
+import copy
+
 import peft
 import pytest
 import torch
@@ -53,6 +55,22 @@ def test_tuners_find_what_they_take_in_the_plain_model(adapter, family, methods,
     trained = {name: each.grad for name, each in tuned.named_parameters() if each.requires_grad}
     assert trained
     assert all(gradient is not None and torch.isfinite(gradient).all() for gradient in trained.values())
+
+
+@pytest.mark.parametrize("method", [{"output_scale": 2.0}, {"fusion": "gated"}], ids=str)
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(("family", "names"), [("llama", ["q_proj", "up_proj"]), ("gpt2", ["c_attn"])])
+def test_our_adapters_merge_behind_a_scale_or_a_gate(family, names, dora, method):
+    model = augmented(family, nlr.NobleConfig(rank=3, **method)).eval()
+    adapters = [nlr.SineLoraConfig(r=2, target_modules=names, use_dora=dora, init_lora_weights=False)]
+    adapters += [nlr.NoraConfig(lora_r=2, lora_target_modules=names, init_weights=False)] if not dora else []
+    for adapter in adapters:
+        tuned = peft.get_peft_model(copy.deepcopy(model), adapter)
+        inputs = batch(tuned.base_model.model)
+        expected = tuned(**inputs).logits
+        assert not torch.allclose(expected, model(**inputs).logits, atol=1e-3)
+        tuned.merge_adapter(safe_merge=True)
+        torch.testing.assert_close(tuned(**inputs).logits, expected)
 
 
 def test_where_nothing_is_left_peft_asks_for_targets():
