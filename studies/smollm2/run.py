@@ -14,7 +14,7 @@ is extended once); then three other seeds. `lora-small` has about as many number
 many of the commonsense arms; called again with more, it adds them.
 
 Finished runs are kept in FOLDER and used again. Records, reports and pictures are copied beside this file, and
-runs.tar.xz: the finished runs and scores without weights, which a new folder begins with.
+runs.tar.xz: the finished commonsense runs and scores without weights, which a new folder begins with.
 """
 
 import random
@@ -120,6 +120,7 @@ def _recipe(what: str, data: dict[str, Any], train: dict[str, Any], threads: int
 
 
 def _compare(recipe: Any, arms: tuple[str, ...], name: str, command: str, given: Any) -> None:
+    few = f" --arms {given.arms}" * bool(given.arms)
     run_study(
         recipe,
         given.work / name,
@@ -130,7 +131,7 @@ def _compare(recipe: Any, arms: tuple[str, ...], name: str, command: str, given:
         timing_rounds=0,
         max_extensions=1,
         workers=given.workers,
-        command=f"python -m studies.smollm2.run {command} --seeds {given.seeds}",
+        command=f"python -m studies.smollm2.run {command} --seeds {given.seeds}{few}",
     )
 
 
