@@ -18,8 +18,9 @@ from scipy import stats
 
 from nlr_lab.compare.trial import tidy
 
-DRAWS = 2000
-_FLOORS = 400  # values of E that are tried, from 0 to the least loss
+DRAWS = 20_000  # with 2,000 the seed decided whether an interval's end near 0 lay below it
+_CHUNK = 2000  # draws that are fitted at once
+_FLOORS, _COARSE = 400, 20  # values of E from 0 to the least loss; every 20th is tried, then those about the best
 _LEVELS = (2.5, 97.5)
 Array = np.ndarray
 
@@ -96,8 +97,11 @@ class Laws(Draws):
         E, A, b = _fit(self._scaled(arm), self._drawn(arm))
         return {name: self._interval(values) for name, values in (("E", E), ("A", A), ("b", b))}
 
-    def predict(self, arm: str, compute: float, other: tuple[str, float] | None = None) -> Interval:
-        """Return the mean loss of as many seeds as the rungs have, at so many FLOPs; less another arm's at its own."""
+    def predict(self, arm: str, compute: float | Array, other: tuple[str, float | Array] | None = None) -> Interval:
+        """Return the mean loss of as many seeds as the rungs have, at so many FLOPs; less another arm's at its own.
+
+        FLOPs may differ by draw (1 + DRAWS,).
+        """
         values = self._predicted(arm, compute)
         return self._interval(values if other is None else values - self._predicted(*other))
 
@@ -115,7 +119,7 @@ class Laws(Draws):
     def _scaled(self, arm: str) -> Array:
         return np.log(self.compute[arm] / self.compute[arm][0])
 
-    def _predicted(self, arm: str, compute: float) -> Array:
+    def _predicted(self, arm: str, compute: float | Array) -> Array:
         E, A, b = _fit(self._scaled(arm), self._drawn(arm))
         found = E + A * (compute / self.compute[arm][0]) ** -b
         rungs, seeds = self._future
@@ -127,10 +131,31 @@ class Laws(Draws):
         return found + np.concatenate([[0.0], noise])
 
 
+def log_normal(median: float, low: float, high: float) -> Array:
+    """Return a number and draws of it (1 + DRAWS,), log-normal with this 95 % interval."""
+    rng = np.random.default_rng(1)  # not the seed of the losses, of which it is independent
+    spread = math.log(high / low) / (2 * stats.norm.ppf(_LEVELS[1] / 100))
+    return median * np.exp(np.append(0.0, spread * rng.standard_normal(DRAWS)))
+
+
 def _fit(x: Array, losses: Array) -> tuple[Array, Array, Array]:
     """Return E, A and b (draws,) of losses (draws, R) over x = log C (R,)."""
-    shares = np.linspace(0, 1, _FLOORS, endpoint=False) if len(x) > 2 else np.zeros(1)
-    floors = losses.min(1, keepdims=True) * shares  # (draws, floors)
+    parts = [_fit_chunk(x, losses[first : first + _CHUNK]) for first in range(0, len(losses), _CHUNK)]
+    E, A, b = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return E, A, b
+
+
+def _fit_chunk(x: Array, losses: Array) -> tuple[Array, Array, Array]:
+    if len(x) < 3:
+        return _best_line(x, losses, np.zeros((len(losses), 1)))
+    least = losses.min(1, keepdims=True)
+    E, _, _ = _best_line(x, losses, least * np.arange(0, _FLOORS, _COARSE) / _FLOORS)
+    near = np.rint(E[:, None] / least * _FLOORS) + np.arange(1 - _COARSE, _COARSE)
+    return _best_line(x, losses, least * near.clip(0, _FLOORS - 1) / _FLOORS)
+
+
+def _best_line(x: Array, losses: Array, floors: Array) -> tuple[Array, Array, Array]:
+    """Return the E of `floors` (draws, floors) with the least squared error, with its A and b."""
     y = np.log(losses[:, None] - floors[..., None])  # (draws, floors, R)
     centred = x - x.mean()
     slope = (y @ centred) / (centred @ centred)

@@ -19,7 +19,7 @@ from nonlinear_lowrank.methods.noble import NobleConfig
 from nonlinear_lowrank.surgery.augment import augment
 from nonlinear_lowrank.surgery.budget import parse_budget
 
-from .fits import Interval
+from .fits import Array, Interval, log_normal
 from .ladder import ARMS, RANKS, inner_parameters
 from .record import FORWARD_AND_BACKWARD, Record, laws_of
 
@@ -142,8 +142,9 @@ def recommend(
             continue
         parameters, flops = costs[name]
         against = reference, compute
-        ratio = ((last["arms"].get(name) or {}).get("step_time_ratio") or {}).get("median")
-        longer = None if ratio is None else (reference, compute * ratio)
+        timed = (last["arms"].get(name) or {}).get("step_time_ratio") or {}
+        ratio = timed.get("median")
+        longer = None if ratio is None else (reference, compute * _times(timed))
         spent = flops if kind == "flops" else parameters
         choices.append(
             Choice(
@@ -169,6 +170,13 @@ def recommend(
         rank_ratio=_rank_ratio(build(), budget) if budget is not None and above else None,
         skipped=tuple(skipped),
     )
+
+
+def _times(timed: Mapping[str, float | None]) -> float | Array:
+    """Return draws of a ratio of step times; of a record without its interval the median alone."""
+    median, low, high = (timed.get(end) for end in ("median", "low", "high"))
+    assert median is not None
+    return median if low is None or high is None else log_normal(median, low, high)
 
 
 def _check(model: Any) -> None:
@@ -213,6 +221,8 @@ def sentence(found: Recommendation, budget: str | None) -> str:
             f"{best.text}: {best.hours.value:+.3f} [{best.hours.low:+.3f}, {best.hours.high:+.3f}] nats in equal hours "
             f"are predicted ({n})."
         ]
+    if any(each.hours for each in found.choices):
+        lines.append(f"Hours are by the step time at width {found.widths[-1]}, measured on the ladder's machine.")
     if found.times > FAR:
         lines.append(
             f"The model takes {found.times:.2g} times the FLOPs of the ladder's largest rung: laws are extrapolated "

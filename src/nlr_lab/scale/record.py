@@ -118,14 +118,14 @@ def _numbers(rungs: Sequence[Record], *names: str) -> tuple[dict[str, Any], dict
 
 def evidence(results: Record) -> dict[str, Any]:
     """Return the losses, FLOPs and step times of a ladder's results."""
-    kept = ("rung", "width", "tokens", "n", "reference")
+    kept, ends = ("rung", "width", "tokens", "n", "reference"), ("median", "low", "high")
     rungs = []
     for rung in results["rungs"]:
         arms = {
             name: {
                 "compute": arm["compute"],
                 "losses": arm["losses"],
-                "step_time_ratio": arm["step_time_ratio"] and {"median": arm["step_time_ratio"]["median"]},
+                "step_time_ratio": arm["step_time_ratio"] and {end: arm["step_time_ratio"][end] for end in ends},
             }
             for name, arm in rung["arms"].items()
         }

@@ -1,6 +1,7 @@
 """Predictions by a ladder: exact laws give exact differences, in equal hours too; budgets and refusals."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ import nonlinear_lowrank as nlr
 from cli_helpers import succeed
 from nlr_lab.recipes import get_recipe
 from nlr_lab.runtime.storage import read_json
+from nlr_lab.scale.fits import Laws
 from nlr_lab.scale.ladder import inner_parameters
 from nlr_lab.scale.recommend import recommend, sentence
-from nlr_lab.scale.record import EVIDENCE, evidence
+from nlr_lab.scale.record import EVIDENCE, evidence, laws_of
 from nonlinear_lowrank.analysis.cost import model_cost
 from nonlinear_lowrank.errors import UserError
 from task_helpers import byte_tokenizer, tiny_model
@@ -29,8 +31,8 @@ def loss(compute, saving=1.0):
     return 4 * (saving * compute / 1e12) ** -0.1
 
 
-def rungs(saving, *, step_time=1.0, noise=0.01, tokens=20.0):
-    """A ladder on which each arm needs `saving[arm]` times fewer FLOPs than plain."""
+def rungs(saving, *, step_time=1.0, spread=1.0, noise=0.01, tokens=20.0):
+    """A ladder on which each arm needs `saving[arm]` times fewer FLOPs than plain; steps are known to a factor."""
     apart = [-noise, 0, noise]
     return [
         {
@@ -42,7 +44,8 @@ def rungs(saving, *, step_time=1.0, noise=0.01, tokens=20.0):
                 name: {
                     "compute": compute,
                     "losses": [loss(compute, each) + more for more in apart],
-                    "step_time_ratio": {"median": 1.0 if name == "plain" else step_time},
+                    "step_time_ratio": {"median": 1.0 if name == "plain" else step_time}
+                    | ({} if spread == 1 else {"low": step_time / spread, "high": step_time * spread}),
                 }
                 for name, each in {"plain": 1.0, **saving}.items()
             },
@@ -68,6 +71,32 @@ def test_differences_are_those_of_the_laws_at_the_models_own_cost(step_time):
     assert noble.hours.value == pytest.approx(loss(mine, 2) - loss(step_time * told.compute), abs=0.01)
     assert noble.text == "noble:rank_ratio=0.125"
     assert noble.parameters == pytest.approx(0.118, abs=0.001)
+
+
+def test_hours_are_as_uncertain_as_the_steps_that_were_timed():
+    widths = []
+    for spread in (1.0, 1.2, 1.5):
+        told = found(rungs({"noble": 2.0}, step_time=1.5, spread=spread))
+        (noble,) = told.choices
+        assert noble.hours.value == pytest.approx(noble.delta.value, abs=0.2)
+        widths.append(noble.hours.high - noble.hours.low)
+        assert "Hours are by the step time at width 64, measured on the ladder's machine" in sentence(told, None)
+    # A factor of 1.5 either way is 2 * 0.1 * log(1.5) of the loss, which is near 4 * (C / 1e12)^-0.1.
+    level = loss(1.5 * told.compute)
+    assert widths[2] ** 2 - widths[0] ** 2 == pytest.approx((2 * 0.1 * math.log(1.5) * level) ** 2, rel=0.2)
+    assert widths[0] < widths[1] < widths[2]
+
+
+def test_the_shipped_recommendation_is_not_that_of_a_seed():
+    ladder, highs = read_json(EVIDENCE)["rungs"], []
+    told = found(ladder)
+    noble = next(each for each in told.choices if each.arm == "noble")
+    laws = laws_of(ladder, "noble", "plain")
+    for seed in range(1, 9):
+        other = Laws(laws.compute, laws.losses, seed)
+        longer = told.compute * noble.step_time
+        highs.append(other.predict("noble", told.compute * (1 + noble.flops), ("plain", longer)).high)
+    assert {high < 0 for high in highs} == {noble.gains}
 
 
 def test_what_gains_in_steps_and_loses_in_hours_is_not_recommended():
