@@ -95,10 +95,9 @@ def _table(found: Any) -> str:
             return "-"
         return f"{each.value:+.3f}" + ("" if each.low is None else f" [{each.low:+.3f}, {each.high:+.3f}]")
 
-    step = f"step, width {found.widths[-1]}"
-    table = number_table("arm", "parameters", "FLOPs", step, "nats, equal tokens", "nats, equal hours", "")
+    table = number_table("arm", "parameters", "FLOPs", "step (width)", "nats, equal tokens", "nats, equal hours", "")
     for each in found.choices:
-        time = "-" if each.step_time is None else f"{each.step_time:.2f}"
+        time = "-" if each.step_time is None else f"{each.step_time:.2f} ({each.timed_width})"
         costs = f"{100 * each.parameters:+.1f} %", f"{100 * each.flops:+.1f} %", time
         note = "" if each.fits else "above the budget"
         table.add_row(each.text, *costs, interval(each.delta), interval(each.hours), note)

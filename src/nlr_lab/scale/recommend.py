@@ -40,7 +40,9 @@ class Choice:
     flops: float
     """FLOPs added, as a share of the model's."""
     step_time: float | None
-    """Time of a step over the plain model's at the largest rung."""
+    """Time of a step over the plain model's at `timed_width`."""
+    timed_width: int | None
+    """Width of the largest rung at which the arm was timed."""
     fits: bool
     """True within the budget, or without one."""
     delta: Interval
@@ -124,7 +126,7 @@ def recommend(
     size, base = inner_parameters(plain), model_cost(plain, sequence_length)
     trained = tokens * size
     compute = FORWARD_AND_BACKWARD * trained * base.flops
-    reference, last = own[0]["reference"], own[-1]
+    reference = own[0]["reference"]
     known_arms = {arm.name: arm for arm in map(Arm.parse, (*ARMS, *RANKS))}
     costs: dict[str, tuple[float, float]] = {}
     choices, skipped = [], []
@@ -142,9 +144,8 @@ def recommend(
             continue
         parameters, flops = costs[name]
         against = reference, compute
-        timed = (last["arms"].get(name) or {}).get("step_time_ratio") or {}
-        ratio = timed.get("median")
-        longer = None if ratio is None else (reference, compute * _times(timed))
+        width, timed = _timed(own, name)
+        longer = None if timed is None else (reference, compute * _times(timed))
         spent = flops if kind == "flops" else parameters
         choices.append(
             Choice(
@@ -152,10 +153,11 @@ def recommend(
                 text=str(replace(arm, name="")),
                 parameters=parameters,
                 flops=flops,
-                step_time=ratio,
+                step_time=None if timed is None else timed["median"],
+                timed_width=width,
                 fits=share is None or spent <= share,
                 delta=laws.predict(name, compute * (1 + flops), against),
-                hours=longer and laws.predict(name, compute * (1 + flops), longer),
+                hours=None if longer is None else laws.predict(name, compute * (1 + flops), longer),
             )
         )
     above = {each.fits for each in choices if each.arm.startswith("noble")} == {False}
@@ -172,11 +174,19 @@ def recommend(
     )
 
 
-def _times(timed: Mapping[str, float | None]) -> float | Array:
+def _timed(rungs: Sequence[Record], name: str) -> tuple[int, Record] | tuple[None, None]:
+    """Return the width of the largest rung at which an arm was timed, and its step time over the reference's there."""
+    for rung in sorted(rungs, key=lambda each: each["width"], reverse=True):
+        if timed := (rung["arms"].get(name) or {}).get("step_time_ratio"):
+            return rung["width"], timed
+    return None, None
+
+
+def _times(timed: Record) -> float | Array:
     """Return draws of a ratio of step times; of a record without its interval the median alone."""
-    median, low, high = (timed.get(end) for end in ("median", "low", "high"))
-    assert median is not None
-    return median if low is None or high is None else log_normal(median, low, high)
+    if timed.get("low") is None or timed.get("high") is None:
+        return float(timed["median"])
+    return log_normal(timed["median"], timed["low"], timed["high"])
 
 
 def _check(model: Any) -> None:
@@ -221,8 +231,11 @@ def sentence(found: Recommendation, budget: str | None) -> str:
             f"{best.text}: {best.hours.value:+.3f} [{best.hours.low:+.3f}, {best.hours.high:+.3f}] nats in equal hours "
             f"are predicted ({n})."
         ]
-    if any(each.hours for each in found.choices):
-        lines.append(f"Hours are by the step time at width {found.widths[-1]}, measured on the ladder's machine.")
+    if widths := sorted({each.timed_width for each in found.choices if each.timed_width is not None}):
+        at = f"width{'s' if len(widths) > 1 else ''} {', '.join(map(str, widths))}"
+        lines.append(f"Hours are by step times measured at {at} on the ladder's machine.")
+    if unknown := [each.arm for each in found.choices if each.hours is None]:
+        lines.append(f"Hours unknown for: {', '.join(unknown)} (no rung has step times of these).")
     if found.times > FAR:
         lines.append(
             f"The model takes {found.times:.2g} times the FLOPs of the ladder's largest rung: laws are extrapolated "

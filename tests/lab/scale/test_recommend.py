@@ -80,11 +80,29 @@ def test_hours_are_as_uncertain_as_the_steps_that_were_timed():
         (noble,) = told.choices
         assert noble.hours.value == pytest.approx(noble.delta.value, abs=0.2)
         widths.append(noble.hours.high - noble.hours.low)
-        assert "Hours are by the step time at width 64, measured on the ladder's machine" in sentence(told, None)
+        assert "Hours are by step times measured at width 64 on the ladder's machine." in sentence(told, None)
     # A factor of 1.5 either way is 2 * 0.1 * log(1.5) of the loss, which is near 4 * (C / 1e12)^-0.1.
     level = loss(1.5 * told.compute)
     assert widths[2] ** 2 - widths[0] ** 2 == pytest.approx((2 * 0.1 * math.log(1.5) * level) ** 2, rel=0.2)
     assert widths[0] < widths[1] < widths[2]
+
+
+def test_an_arm_is_timed_at_its_largest_rung_that_was():
+    ladder = rungs({"noble": 2.0, "cola": 1.5, "wide": 1.2}, step_time=1.5)
+    ladder[0]["arms"]["cola"]["step_time_ratio"] = {"median": 1.1}
+    for rung in ladder:
+        rung["arms"]["wide"]["step_time_ratio"] = None
+        if rung["width"] > 32:
+            rung["arms"]["cola"]["step_time_ratio"] = None
+    told = found(ladder)
+    by_arm = {each.arm: each for each in told.choices}
+    assert (by_arm["cola"].step_time, by_arm["cola"].timed_width) == (1.1, 32)
+    assert (by_arm["noble"].step_time, by_arm["noble"].timed_width) == (1.5, 64)
+    assert by_arm["cola"].hours.value < by_arm["cola"].delta.value + 0.1
+    assert (by_arm["wide"].step_time, by_arm["wide"].hours) == (None, None)
+    text = sentence(told, None)
+    assert "step times measured at widths 32, 64 on" in text
+    assert "Hours unknown for: wide (" in text
 
 
 def test_the_shipped_recommendation_is_not_that_of_a_seed():
@@ -169,6 +187,8 @@ def test_command_of_a_recipe(capsys):
     out = succeed(capsys, "recommend", "llm-demo", "--budget", "5%")
     assert "791,680 parameters outside embeddings" in out
     assert "above the budget" in out
+    assert "1.85 (64)" in out  # noble-muon was not run at the ladder's last width
+    assert "Hours unknown" not in out
     told = json.loads(succeed(capsys, "recommend", "llm-demo", "--json"))
     assert {each["arm"] for each in told["choices"]} == {"noble", "noble-muon", "cola", "wide"}
 
