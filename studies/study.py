@@ -113,21 +113,24 @@ _KEPT = ("ladder.json", "predicted/*", "**/compare.json", "**/timing.json", "**/
 def kept_runs(folder: Path, work: Path) -> Iterator[None]:
     """Keep a long study's finished runs in `folder`, without weights, also when it is interrupted.
 
-    A `work` that is not there begins with them, so that another machine can go on.
+    Those that `work` lacks are unpacked first, so that another machine can go on and none is lost.
     """
-    if (folder / _RUNS).exists() and not work.exists():
-        with tarfile.open(folder / _RUNS) as runs:
-            runs.extractall(work, filter="data")
+    archive, part = folder / _RUNS, folder / f"{_RUNS}.part"
+    if archive.exists():
+        with tarfile.open(archive) as runs:
+            missing = [member for member in runs if not (work / member.name).exists()]
+            runs.extractall(work, missing, filter="data")
     try:
         yield
     finally:
         if files := sorted(file for pattern in _KEPT for file in work.glob(pattern)):
-            with tarfile.open(folder / _RUNS, "w:xz") as runs:
+            with tarfile.open(part, "w:xz") as runs:
                 for file in files:
                     text = _FOLDERS.sub(b'".../', file.read_bytes())
                     entry = tarfile.TarInfo(file.relative_to(work).as_posix())
                     entry.size = len(text)
                     runs.addfile(entry, io.BytesIO(text))
+            part.replace(archive)
 
 
 def noble_arms(wider: float, ranks: Iterable[int]) -> list[Arm]:

@@ -163,6 +163,30 @@ def test_smoke_run_of_a_model_is_small_and_apart(novel, tmp_path, capsys):
     assert not (tmp_path / "runs" / "cpu").exists()
 
 
+def test_keeps_all_finished_runs(into, tmp_path, monkeypatch):
+    def keep(work, **losses):
+        with study.kept_runs(into, tmp_path / work):
+            for name, loss in losses.items():
+                (tmp_path / work / name).mkdir(parents=True, exist_ok=True)
+                (tmp_path / work / name / "result.json").write_text(loss)
+        return {path.parent.name: path.read_text() for path in (tmp_path / work).glob("*/result.json")}
+
+    assert keep("one", a="1", b="2") == {"a": "1", "b": "2"}
+    (tmp_path / "two" / "b").mkdir(parents=True)
+    (tmp_path / "two" / "b" / "result.json").write_text("3")
+    assert keep("two", c="4") == {"a": "1", "b": "3", "c": "4"}, "what is there stays"
+    assert keep("three") == {"a": "1", "b": "3", "c": "4"}
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(study.tarfile.TarFile, "addfile", full)
+    with pytest.raises(OSError, match="no space"):
+        keep("four")
+    monkeypatch.undo()
+    assert keep("five") == {"a": "1", "b": "3", "c": "4"}, "a write that fails loses nothing"
+
+
 def test_reads_a_studys_options(capsys):
     parser = study.study_parser("What it asks.\n\n    python run.py", "tiny", "text", "rows", seeds=2, sized=True)
     given = vars(parser.parse_args(["a.txt", "b"]))
