@@ -18,7 +18,7 @@ from nonlinear_lowrank.errors import UserError
 from .table import EQUAL_TIME, SCALES, Absent, Cells, Compare, Measure, Table, slug
 
 RECORD, PAGE = "table.json", "table.md"
-_EVALUATED = "evaluated.json"  # beside a run's result: its scores by task
+_EVALUATED = "evaluated.json"  # beside a run's result: its scores by kind of source and task
 _COMMONSENSE, _MMLU = "commonsense", "mmlu"  # sources of the tests that are asked of every trained model
 
 
@@ -165,15 +165,18 @@ def _evaluate(trial: Compare, folder: Path, arm: Any, sources: Mapping[str, str]
     from .measures import over_seeds
 
     scores: dict[str, list[float | None]] = {column: [] for column in trial.tasks}
+    kind = _kind(trial.tasks.values())
+    source = kind if kind in sources else "lm-eval"  # answers in generated text are no likelihoods
     for run in arm.runs:
         model = model_folder(folder, arm.own["name"], run)
         file = model.parent / _EVALUATED
         known = read_json(file, "delete it: it is made anew") if file.is_file() else {}
-        if missing := [task for task in trial.tasks.values() if task not in known]:
-            known |= score_model(trial.recipe.task, model, missing, sources, trial.shots)
+        own = known.setdefault(source, {})
+        if missing := [task for task in trial.tasks.values() if task not in own]:
+            own |= score_model(trial.recipe.task, model, missing, sources, trial.shots)
             write_json(file, known)
         for column, task in trial.tasks.items():
-            scores[column].append(known.get(task))
+            scores[column].append(own.get(task))
     return {column: over_seeds(values, "not scored") for column, values in scores.items()}
 
 

@@ -3,15 +3,17 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import nlr_lab.reproduce.run as reproduce_run
 from cli_helpers import refused, succeed
 from compare_helpers import ACCURACY, FakeTraining, StubTask, a_record, a_run, an_arm, fake_measure, gain
 from nlr_lab.compare import model_trials
 from nlr_lab.reproduce import SCALES, noble, tables
 from nlr_lab.reproduce.measures import MEASURES, Arm
-from nlr_lab.reproduce.run import check_sources, count_parts, parse_arms
+from nlr_lab.reproduce.run import check_sources, count_parts, model_folder, parse_arms
 from nlr_lab.reproduce.table import Absent, Compare, slug
 from nlr_lab.training import TrainConfig
 from nlr_lab.training.recipe import Recipe
@@ -143,6 +145,23 @@ def test_branches_go_on_the_linears_that_score_highest(capsys, tmp_path, monkeyp
     stamp = (home / "importance.json").stat().st_mtime_ns
     succeed(capsys, "reproduce", "notes/4.2", "--out", tmp_path)  # goes on where it stopped: nothing is scored anew
     assert (home / "importance.json").stat().st_mtime_ns == stamp
+
+
+def test_scores_of_likelihoods_and_of_answers_are_kept_apart(tmp_path, monkeypatch):
+    calls = []
+
+    def score(task, model, names, sources, shots):
+        calls.append((*names, *sources))
+        return dict.fromkeys(names, 40.0 if sources else 60.0)
+
+    monkeypatch.setattr(reproduce_run, "score_model", score)
+    trial = Compare(part="tuned", recipe=SimpleNamespace(task=None), arms={}, tasks={"PIQA": "piqa"})
+    arm = SimpleNamespace(own={"name": "lora"}, runs=[{"lr": 1e-3, "seed": 1}])
+    model_folder(tmp_path, "lora", arm.runs[0]).mkdir(parents=True)
+    for _ in range(2):
+        for sources, percent in (({}, 60.0), ({"commonsense": "rows"}, 40.0)):
+            assert reproduce_run._evaluate(trial, tmp_path, arm, sources)["PIQA"]["value"] == percent
+    assert calls == [("piqa",), ("piqa", "commonsense")]
 
 
 def test_equal_time_is_where_an_arm_is_when_the_reference_has_finished():
