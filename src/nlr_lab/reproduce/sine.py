@@ -1,5 +1,6 @@
 """The tables of sine_lowrank.txt. Demos: MiniLM and SmolLM2 where they are installed, digits, a knot, three balls."""
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -300,13 +301,22 @@ def rate_distortion(folders: list[Path]) -> dict[str, dict[str, Any]]:
     from nonlinear_lowrank.errors import UserError
 
     records = [{arm["name"]: arm for arm in read_json(folder / RESULTS, arms=list)["arms"]} for folder in folders]
+    curves, lost = [], []
+    for kind in ("low rank", "sine"):
+        curve = []
+        for row in (f"{kind} k={k}" for k in _RANKS):
+            own = [record[slug(row)] for record in records]
+            scores = [arm["score"]["mean"] for arm in own]
+            if None in scores:
+                lost.append(row)
+            else:
+                curve.append((float(own[0]["parameters"]), statistics.fmean(scores)))
+        curves.append(curve)
     found = {}
     for name, function in (("bd_rate_pct", bd_rate), ("bd_psnr_db", bd_psnr)):
-        curves = []
-        for kind in ("low rank", "sine"):
-            arms = [[record[slug(f"{kind} k={k}")] for record in records] for k in _RANKS]
-            scores = [sum(arm["score"]["mean"] or 0.0 for arm in own) / len(own) for own in arms]
-            curves.append([(float(own[0]["parameters"]), score) for own, score in zip(arms, scores, strict=True)])
+        if lost:
+            found[name] = cell(None, why=f"diverged: {', '.join(lost)}")
+            continue
         try:
             found[name] = cell(function(*curves, names=("low rank", "sine")))
         except UserError as error:  # curves that do not overlap, or do not rise

@@ -14,6 +14,7 @@ from nlr_lab.compare import model_trials
 from nlr_lab.reproduce import SCALES, noble, tables
 from nlr_lab.reproduce.measures import MEASURES, Arm
 from nlr_lab.reproduce.run import check_sources, count_parts, model_folder, parse_arms
+from nlr_lab.reproduce.sine import rate_distortion
 from nlr_lab.reproduce.table import Absent, Compare, slug
 from nlr_lab.training import TrainConfig
 from nlr_lab.training.recipe import Recipe
@@ -162,6 +163,23 @@ def test_scores_of_likelihoods_and_of_answers_are_kept_apart(tmp_path, monkeypat
         for sources, percent in (({}, 60.0), ({"commonsense": "rows"}, 40.0)):
             assert reproduce_run._evaluate(trial, tmp_path, arm, sources)["PIQA"]["value"] == percent
     assert calls == [("piqa",), ("piqa", "commonsense")]
+
+
+def test_a_fit_that_diverged_leaves_no_distance_of_curves(tmp_path):
+    folders = [tmp_path / "fern", tmp_path / "room"]
+    for folder in folders:
+        arms = [
+            {"name": f"{kind}-k-{k}", "parameters": 100 * k, "score": {"mean": 20 + math.log(k) + (kind == "sine")}}
+            for kind in ("low-rank", "sine")
+            for k in (1, 5, 10, 30, 60)
+        ]
+        folder.mkdir()
+        (folder / "results.json").write_text(json.dumps({"arms": arms}))
+    assert rate_distortion(folders)["bd_psnr_db"]["value"] == pytest.approx(1)
+    arms[-1]["score"]["mean"] = None
+    (folders[1] / "results.json").write_text(json.dumps({"arms": arms}))
+    why = {"why": "diverged: sine k=60"}
+    assert rate_distortion(folders) == {"bd_rate_pct": why, "bd_psnr_db": why}
 
 
 def test_equal_time_is_where_an_arm_is_when_the_reference_has_finished():
