@@ -37,6 +37,8 @@ TOLERANCES = (0.1, 0.01)
 _LARGEST_GUESS = 2**26  # entries: beyond, a bisection would take minutes a shape
 _UP, _DOWN = "sine_up", "sine_down"
 _TRANSPOSED = {"gpt2", "openai-gpt", "imagegpt"}  # their linears are Conv1D: (n, m)
+_TRANSPOSED_EXPERTS = {"gpt_oss", "llama4", "llama4_text"}  # (E, n, m), others (E, m, n)
+_EXPERTS = re.compile(r"(^|\.)(experts|(input|output)_linear)(\.|_|$)")  # tensors with a matrix for each expert
 _TABLES = re.compile(r"(embed|wte|wpe|lm_head|word_embeddings|position)")  # one row a token: never factored
 _FACTORS = ((".lora_A.weight", ".lora_B.weight"), (".lora_embedding_A", ".lora_embedding_B"))  # ends of peft's names
 _BRANCHES = re.compile(r"(^|\.)(noble|nlr|lora|query)_\w+$")
@@ -231,9 +233,9 @@ class _Tensors:
                     if opened.get_slice(name).get_dtype().startswith(("F", "BF")):
                         self.shapes[name], self._files[name] = shape, file
 
-    def get(self, name: str) -> Tensor:
+    def get(self, name: str, expert: int | None = None) -> Tensor:
         with safe_open(self._files[name], framework="pt") as opened:
-            return opened.get_tensor(name)
+            return opened.get_tensor(name) if expert is None else opened.get_slice(name)[expert]
 
     def pairs(self, down_end: str, up_end: str) -> Iterator[tuple[str, str, str, tuple[int, int], int]]:
         """Give the layer, the names of up and down, (m, n) and k of factors, which are then not listed again."""
@@ -260,20 +262,26 @@ def _matrices(path: Path, omega: float | None) -> _Matrices:
         if (path / "config.json").is_file():
             config = read_json(path / "config.json")
         yield from _sines(path, tensors, config, omega)
-    transposed = str(config.get("model_type", "")).removeprefix(TYPE_PREFIX) in _TRANSPOSED
+    model_type = str(config.get("model_type", "")).removeprefix(TYPE_PREFIX)
     for name, shape in tensors.shapes.items():
-        m, n = shape[0] if shape else 1, math.prod(shape[1:])
-        if len(shape) < 2 or min(m, n) < 2:
+        if len(shape) < 2 or name.endswith("bias"):
             continue
-        layer = name.removesuffix(".weight")
-        flip = transposed and re.search(r"\.c_(attn|proj|fc)$", layer) is not None
+        layer, stacked = name.removesuffix(".weight"), len(shape) == 3 and _EXPERTS.search(name) is not None
+        m, n = shape[1:] if stacked else (shape[0], math.prod(shape[1:]))
+        if min(m, n) < 2:
+            continue
+        conv1d = model_type in _TRANSPOSED and re.search(r"\.c_(attn|proj|fc)$", layer) is not None
+        flip = model_type in _TRANSPOSED_EXPERTS if stacked else conv1d
         kind = "table" if _TABLES.search(layer) else "branch" if _BRANCHES.search(layer) else "dense"
-        kind = "kernel" if len(shape) > 2 else kind
-        yield {"name": layer, "kind": kind, "shape": (n, m) if flip else (m, n)}, partial(_flat, tensors, name, flip)
+        kind = "kernel" if len(shape) > 2 and not stacked else kind
+        about = {"kind": kind, "shape": (n, m) if flip else (m, n)}
+        for expert in range(shape[0]) if stacked else (None,):
+            own = layer if expert is None else f"{layer}.{expert}"
+            yield {"name": own, **about}, partial(_flat, tensors, name, flip, expert)
 
 
-def _flat(tensors: _Tensors, name: str, flip: bool) -> Tensor:
-    matrix = tensors.get(name).flatten(1)
+def _flat(tensors: _Tensors, name: str, flip: bool, expert: int | None) -> Tensor:
+    matrix = tensors.get(name, expert).flatten(1)
     return matrix.T if flip else matrix
 
 

@@ -9,7 +9,14 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 import nonlinear_lowrank as nlr
 from adapter_helpers import PEFT_WARNINGS
@@ -20,8 +27,11 @@ from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.settings import FieldConfig, FitConfig
 from nlr_lab.rank import measures
-from nlr_lab.rank.report import rank_report
+from nlr_lab.rank.report import format_ranks, rank_report
 from nlr_lab.runtime.environment import OutOfTimeError
+
+SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def plain_ranks(weight):
@@ -54,6 +64,25 @@ def test_every_matrix_of_a_plain_model_is_measured(tmp_path):
     gpt2.save_pretrained(tmp_path / "gpt2")
     shapes = {name.rpartition("h.0.")[2]: layer.shape for name, layer in by_name(tmp_path / "gpt2").items()}
     assert (shapes["attn.c_attn"], shapes["mlp.c_proj"]) == ((48, 16), (16, 64)), "as they multiply"
+
+
+@pytest.mark.parametrize(
+    ("family", "first"),
+    [("gpt_oss", "mlp.experts.gate_up_proj"), ("granitemoe", "block_sparse_moe.input_linear.weight")],
+)
+def test_each_expert_of_a_stack_is_measured_as_it_multiplies(tmp_path, family, first):
+    config = AutoConfig.for_model(family, **SIZES, num_local_experts=3, num_experts_per_tok=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    report = rank_report(tmp_path)
+    layers = {layer.name: layer for layer in report.layers}
+    assert not any(name.endswith("bias") or layer.kind == "kernel" for name, layer in layers.items())
+    name = f"model.layers.0.{first}"
+    for expert, weight in enumerate(load_file(tmp_path / "model.safetensors")[name]):
+        found = layers[f"{name.removesuffix('.weight')}.{expert}"]
+        assert (found.kind, found.shape) == ("dense", (2 * 24, 32))
+        assert found.stable_rank == pytest.approx(plain_ranks(weight)[0], rel=1e-5)
+    folded = f"model.layers.*.{first.removesuffix('.weight')}.*"
+    assert folded in format_ranks(report, width=200)
 
 
 def test_sine_layers_are_measured_as_their_weight(tmp_path):
