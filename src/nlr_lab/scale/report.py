@@ -108,8 +108,8 @@ def _rate(arm: Record, rung: Record) -> str:
 def _law_table(laws: Sequence[Record], reference: str) -> list[str]:
     if not laws:
         return ["No law yet: it needs two widths."]
-    form = laws[0]["form"]
-    said = "" if "E" in form else " Two sizes do not tell E, which is 0 here."
+    two = any("E" not in law["form"] for law in laws)
+    said = " Two rungs do not tell E, which is 0 in their rows." if two else ""
     rows = [
         (
             law["arm"],
@@ -121,8 +121,9 @@ def _law_table(laws: Sequence[Record], reference: str) -> list[str]:
     ]
     head = ("arm", "E", "A", "b", "FLOPs multiplier", "rungs")
     text = (
-        f"Loss = {form}, C in training FLOPs of the arm's first rung.{said} The multiplier: FLOPs at which the law of "
-        f"`{reference}` has the arm's loss at its largest rung, over the arm's own (above 1: the arm needs fewer)."
+        f"Loss = E + A C^-b, C in training FLOPs of the arm's first rung.{said} The multiplier: FLOPs at which the law "
+        f"of `{reference}`, over the rungs that both have, has the arm's loss at its largest rung, over the arm's own "
+        "(above 1: the arm needs fewer)."
     )
     return [text, markdown_table(head, rows)]
 

@@ -27,6 +27,21 @@ def test_speed_in_flops_has_the_interval_of_the_steps():
     assert " / - / " in "\n".join(tables(found))
 
 
+def test_laws_of_arms_with_fewer_rungs_are_told_apart():
+    found = read_json(STUDY)["rungs"]
+    own = [rung for rung in found if rung["tokens"] == 20]
+    said = "Two rungs do not tell E, which is 0 in their rows."
+
+    def page(rungs):
+        return "\n".join(tables(build_record(rungs, {}, {}, "")))
+
+    assert said not in page(own[:3])
+    assert said in page(own[:2])
+    mixed = page([*own[:2], {**own[2], "arms": {name: own[2]["arms"][name] for name in ("plain", "noble")}}])
+    assert said in mixed
+    assert "the law of `plain`, over the rungs that both have, has the arm's loss" in mixed
+
+
 def test_the_picture_shows_differences_and_speeds_with_their_intervals(tmp_path):
     pictures, found = [], results()
     for shown in (None, "delta", "matched_speedup", "matched_wall_clock_speedup"):
