@@ -108,14 +108,16 @@ class Ladder:
     def __post_init__(self) -> None:
         for name in ("widths", "tokens", "arms", "tune_lr"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        for tokens in self.tokens:
+            check_number("tokens", tokens, above=0)
+        # As the rung's folder has them, whose name is read back.
+        object.__setattr__(self, "tokens", tuple(float(f"{each:g}") for each in self.tokens))
         for name in ("widths", "tokens"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise UserError(f"{name} needs at least one value, and none twice; got {list(values)}")
         for width in (*self.widths, *([] if self.next_width is None else [self.next_width])):
             check_integer("width", width, minimum=8)
-        for tokens in self.tokens:
-            check_number("tokens", tokens, above=0)
         if len(set(self.tune_lr)) < 2:
             raise UserError("tune_lr needs at least two different learning rates")
         for rate in self.tune_lr:

@@ -186,6 +186,13 @@ def test_every_scale_has_a_model_and_arms_at_every_width(scale):
     assert Rung(width=48, tokens=20.0).name == "w48-t20"
 
 
+def test_tokens_are_those_that_a_folders_name_keeps():
+    ladder = replace(SCALES["demo"], tokens=(20 / 3, 1e7 / 3))
+    assert [float(rung.name.partition("-t")[2]) for rung in ladder.rungs()[:: len(ladder.widths)]] == [*ladder.tokens]
+    with pytest.raises(UserError, match="none twice"):
+        replace(SCALES["demo"], tokens=(20 / 3, 6.666670001))
+
+
 def test_memory_settings_leave_the_batch_and_the_folder_as_they_are():
     plain, rung = SCALES["demo"], Rung(width=16, tokens=5.0)
     saving = replace(plain, gradient_accumulation=4, gradient_checkpointing=True)
