@@ -340,7 +340,10 @@ def page(record: Mapping[str, Any]) -> str:
         "\n".join(
             f"- `{part['part']}`: {part['summary']}, n = {part['n']}" for part in record["parts"] if "arms" in part
         ),
-        *(f"![{path.parent.name} {path.stem}]({path.as_posix()})" for path in map(Path, record["pictures"])),
+        *(
+            f"![{' '.join(path.with_suffix('').parts[-2:])}]({path.as_posix()})"
+            for path in map(Path, record["pictures"])
+        ),
     ]
     return "\n\n".join(line for line in lines if line) + "\n"
 

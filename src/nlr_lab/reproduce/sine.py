@@ -417,7 +417,8 @@ def _spectra(number: str, product: str, scale: str) -> list[Trial]:
         found = {rows.get(name, name): own["stable_rank"]["mean"] for name, own in matrices.items()}
         return {row: {"stable_rank": cell(value, n=figures["seeds"])} for row, value in found.items()}
 
-    return [Measure(part="spectra", function=measure)]
+    note = "Ours are means of five random draws of the paper's sizes, at every scale."
+    return [Measure(part="spectra", function=measure, note=note)]
 
 
 runs("sine/fig2", takes=("10 s", "10 s", "10 s"))(partial(_spectra, "figure_2", "low rank, k=1"))

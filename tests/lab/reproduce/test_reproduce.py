@@ -165,6 +165,16 @@ def test_scores_of_likelihoods_and_of_answers_are_kept_apart(tmp_path, monkeypat
     assert calls == [("piqa",), ("piqa", "commonsense")]
 
 
+def test_random_matrices_are_those_of_the_paper(capsys, tmp_path, monkeypatch):
+    drawn = {"seeds": 5, "figure_2": {"matrices": {"dense": {"stable_rank": {"mean": 32.0}}}}}
+    monkeypatch.setattr("nlr_lab.rank.figures.rank_figures", lambda seeds: drawn)
+    monkeypatch.setattr("nlr_lab.rank.figures.plot_rank_figures", lambda file, figures: file.touch())
+    printed = succeed(capsys, "reproduce", "sine/fig2", "--out", tmp_path)
+    assert "Ours are means of five random draws of the paper's sizes" in printed
+    assert "other models" not in printed
+    assert "![rank-figures](rank-figures.png)" in printed
+
+
 def test_a_fit_that_diverged_leaves_no_distance_of_curves(tmp_path):
     folders = [tmp_path / "fern", tmp_path / "room"]
     for folder in folders:
