@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import json
 import re
 import shutil
 import tarfile
@@ -21,6 +22,7 @@ from nlr_lab.runtime.storage import read_json, write_text
 from nlr_lab.tasks.images.pretraining import ImagePretrainingTask
 from nlr_lab.training.arms import Arm
 from nlr_lab.training.recipe import Recipe
+from nlr_lab.training.run_folder import RESULT
 from nonlinear_lowrank.errors import UserError
 
 
@@ -113,7 +115,8 @@ _KEPT = ("ladder.json", "predicted/*", "**/compare.json", "**/timing.json", "**/
 def kept_runs(folder: Path, work: Path) -> Iterator[None]:
     """Keep a long study's finished runs in `folder`, without weights, also when it is interrupted.
 
-    Those that `work` lacks are unpacked first, so that another machine can go on and none is lost.
+    Those that `work` lacks are unpacked first, so that another machine can go on and none is lost. Of training losses,
+    which are only drawn, five digits are kept.
     """
     archive, part = folder / _RUNS, folder / f"{_RUNS}.part"
     if archive.exists():
@@ -127,6 +130,10 @@ def kept_runs(folder: Path, work: Path) -> Iterator[None]:
             with tarfile.open(part, "w:xz") as runs:
                 for file in files:
                     text = _FOLDERS.sub(b'".../', file.read_bytes())
+                    if file.name == RESULT:
+                        data = json.loads(text)
+                        data["train_curve"] = [(step, float(f"{loss:.5g}")) for step, loss in data["train_curve"]]
+                        text = json.dumps(data).encode()
                     entry = tarfile.TarInfo(file.relative_to(work).as_posix())
                     entry.size = len(text)
                     runs.addfile(entry, io.BytesIO(text))

@@ -168,12 +168,15 @@ def test_keeps_all_finished_runs(into, tmp_path, monkeypatch):
         with study.kept_runs(into, tmp_path / work):
             for name, loss in losses.items():
                 (tmp_path / work / name).mkdir(parents=True, exist_ok=True)
-                (tmp_path / work / name / "result.json").write_text(loss)
-        return {path.parent.name: path.read_text() for path in (tmp_path / work).glob("*/result.json")}
+                result = {"final_loss": float(loss), "train_curve": [[1, float(loss) / 3]]}
+                (tmp_path / work / name / "result.json").write_text(json.dumps(result))
+        found = {path.parent.name: json.loads(path.read_text()) for path in (tmp_path / work).glob("*/result.json")}
+        assert all(abs(each["train_curve"][0][1] * 3 - each["final_loss"]) < 1e-3 for each in found.values())
+        return {name: f"{each['final_loss']:g}" for name, each in found.items()}
 
     assert keep("one", a="1", b="2") == {"a": "1", "b": "2"}
     (tmp_path / "two" / "b").mkdir(parents=True)
-    (tmp_path / "two" / "b" / "result.json").write_text("3")
+    (tmp_path / "two" / "b" / "result.json").write_text('{"final_loss": 3.0, "train_curve": [[1, 1.0]]}')
     assert keep("two", c="4") == {"a": "1", "b": "3", "c": "4"}, "what is there stays"
     assert keep("three") == {"a": "1", "b": "3", "c": "4"}
 
