@@ -1,8 +1,8 @@
 """Predictions by a ladder: exact laws give exact differences, in equal hours too; budgets and refusals."""
 
 import json
-import re
 import math
+import re
 from pathlib import Path
 
 import pytest
