@@ -5,6 +5,7 @@ the plain model is one that takes as long as the arm: FLOPs times the arm's time
 on size and tokens alike, as the law has it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -116,11 +117,10 @@ def recommend(
     share, kind = (None, "") if budget is None else parse_budget(budget)
     own = [rung for rung in rungs if rung["tokens"] == tokens]
     if len({rung["width"] for rung in own}) < 2:
-        known = sorted({rung["tokens"] for rung in rungs})
-        raise UserError(
-            f"the ladder has no two widths at {tokens:g} tokens a parameter; choose --tokens among "
-            f"{', '.join(f'{each:g}' for each in known)}, or climb there with nlr scale"
-        )
+        counts = Counter(tokens for tokens, _ in {(rung["tokens"], rung["width"]) for rung in rungs})
+        known = ", ".join(f"{each:g}" for each, widths in sorted(counts.items()) if widths > 1)
+        fix = f"choose --tokens among {known}, or climb" if known else "climb"
+        raise UserError(f"the ladder has no two widths at {tokens:g} tokens a parameter; {fix} there with nlr scale")
     plain = build()
     _check(plain)
     size, base = inner_parameters(plain), model_cost(plain, sequence_length)

@@ -166,6 +166,8 @@ def test_far_sizes_unknown_arms_and_single_seeds_are_said():
 def test_a_ladder_that_was_not_climbed_there_is_refused():
     with pytest.raises(UserError, match=r"no two widths at 5 tokens .* among 20, or climb"):
         found(rungs({"noble": 2.0}), tokens=5.0)
+    with pytest.raises(UserError, match="at 20 tokens a parameter; climb there"):
+        found(rungs({"noble": 2.0})[:1])
 
 
 @pytest.mark.parametrize(
