@@ -143,6 +143,10 @@ class MuonAdamW(torch.optim.Optimizer):
     ) -> None:
         groups = [dict(group) if isinstance(group, dict) else {"params": group} for group in list(params)]
         kinds = {group.get("optimizer") for group in groups}
+        if kinds == {"adamw"}:
+            raise UserError("no dense matrix is trained, which alone are Muon's; use torch.optim.AdamW")
+        if kinds == {"muon"}:
+            raise UserError("only dense matrices are trained; use torch.optim.Muon")
         if kinds != {*_KINDS}:
             raise UserError("MuonAdamW needs groups of both kinds; make them with param_groups(..., muon=True)")
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})

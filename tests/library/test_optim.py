@@ -153,6 +153,9 @@ def test_a_group_that_is_added_is_trained(kind):
 
 def test_a_group_that_cannot_be_added_changes_nothing():
     assert_refused("muon=True", nlr.MuonAdamW, nn.Linear(3, 3).parameters())
+    for shape, fix in ((2,), "use torch.optim.AdamW"), ((2, 2), "use torch.optim.Muon"):
+        group = {"params": [nn.Parameter(torch.ones(shape))], "optimizer": "adamw" if len(shape) == 1 else "muon"}
+        assert_refused(fix, nlr.MuonAdamW, [group])
     _, optimizer = muon_and_adamw()
     before = len(optimizer.param_groups)
     vector = [("late", nn.Parameter(torch.ones(3)))]

@@ -30,7 +30,8 @@ from .storage import MANIFEST, check_folder, check_model_folder, check_output, s
 # What travels beside the weights: tokenizers, also those of images (as `nlr_lab.tasks.images.tokenizers` saves them),
 # processors, chat templates and licences. Never code or pickles.
 _COMPANIONS = (
-    *("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"),
+    *("*.json", "*.txt", "*.model", "*.spm", "*.tiktoken", "bpe.codes", "*.jinja", "additional_chat_templates/*.jinja"),
+    *("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "*_Pooling/config.json"),
     *("image_tokenizer.safetensors", "image_tokenizer/*.json", "image_tokenizer/*.safetensors"),
 )
 _REWRITTEN = (MANIFEST, "config.json", "generation_config.json", "*.safetensors.index.json", "*.bin.index.json")
@@ -159,9 +160,12 @@ def random_inputs(model: Any) -> dict[str, Tensor]:
     if hasattr(config, "vision_config"):
         names = {"input_ids"} if image_token is not None else {"input_ids", "pixel_values"}
     inputs: dict[str, Tensor] = {}
+    # A decoder's classifier reads the last token before the padding, and takes no two rows where none is defined.
+    unpadded = getattr(text, "pad_token_id", None) is None
+    rows = 1 if unpadded and type(model).__name__.endswith("ForSequenceClassification") else _SEQUENCES
     if "input_ids" in names:
         length = min(_TOKENS, getattr(text, "max_position_embeddings", _TOKENS))
-        tokens = torch.randint(text.vocab_size, (_SEQUENCES, length), device=model.device)
+        tokens = torch.randint(text.vocab_size, (rows, length), device=model.device)
         inputs["input_ids"] = tokens.masked_fill(tokens == image_token, 0) if image_token is not None else tokens
         if config.is_encoder_decoder:
             if isinstance(end := config.eos_token_id, int) and end < text.vocab_size:
@@ -172,14 +176,14 @@ def random_inputs(model: Any) -> dict[str, Tensor]:
     if "input_features" in names:  # of speech: twice as many frames as positions, in Whisper behind the frequencies
         frames, bins = 2 * getattr(config, "max_source_positions", 512), getattr(config, "num_mel_bins", None)
         sizes = (bins, frames) if bins else (frames, getattr(config, "input_feat_per_channel", 80))
-        inputs["input_features"] = torch.randn(_SEQUENCES, *sizes, device=model.device, dtype=model.dtype)
+        inputs["input_features"] = torch.randn(rows, *sizes, device=model.device, dtype=model.dtype)
         if config.is_encoder_decoder:
-            inputs["decoder_input_ids"] = torch.randint(text.vocab_size, (_SEQUENCES, 4), device=model.device)
+            inputs["decoder_input_ids"] = torch.randint(text.vocab_size, (rows, 4), device=model.device)
     if "pixel_values" in names:
         vision = getattr(config, "vision_config", config)
         size = getattr(vision, "image_size", None) or 224
         height, width = (size, size) if isinstance(size, int) else size
-        shape = (_SEQUENCES, getattr(vision, "num_channels", 3), height, width)
+        shape = (rows, getattr(vision, "num_channels", 3), height, width)
         inputs["pixel_values"] = torch.randn(shape, device=model.device, dtype=model.dtype)
     return inputs
 

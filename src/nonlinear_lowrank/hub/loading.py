@@ -134,8 +134,10 @@ def base_of(path: str | Path, base: str | None = None) -> str:
     named = base or read_json(check_folder(path) / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
         raise UserError(f"{Path(path) / ADAPTER_CONFIG} names no base model (base_model_name_or_path); pass --base")
-    if named.startswith((".", "/", "~")) and not Path(named).expanduser().is_dir():
-        raise UserError(f"the base model {named!r} of {path} is no folder here; pass --base FOLDER")
+    if named.startswith((".", "/", "~")):
+        named = str(Path(named).expanduser())
+        if not Path(named).is_dir():
+            raise UserError(f"the base model {named!r} of {path} is no folder here; pass --base FOLDER")
     return str(Path(path) / BASE) if base is None and (Path(path) / BASE).is_dir() else find_encoder(named)
 
 

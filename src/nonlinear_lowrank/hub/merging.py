@@ -97,7 +97,8 @@ def merge_adapter(
     named = base_of(folder, base)
     if any(output in (read, *read.parents) for read in (folder, Path(named).expanduser().resolve())):
         raise UserError(f"the output folder {output} holds what is merged; choose another")
-    shown = shown_name(config.get("base_model_name_or_path") or named)
+    origin = base or config.get("base_model_name_or_path") or named
+    shown = shown_name(origin)
 
     adapted, main, types = _adapted(folder, config, named, dtype)
     plain: Any = adapted.get_base_model()
@@ -142,7 +143,7 @@ def merge_adapter(
             title=f"{shown} with a merged {peft_type} adapter",
             summary="A base model with an adapter folded into its weights.",
             command="nlr merge ADAPTER OUT",
-            base=shown,
+            base=origin,
             sections={"Adapter": table(settings), "Results": results},
         )
     lines = [f"{peft_type} adapter merged into {shown}", f"{measured} adapted and merged: {numbers}"]
@@ -260,6 +261,7 @@ def _untie(model: Any, folder: Path) -> bool:
     Raises:
         UserError: the model's config cannot say so, for it is no output head that shares the embedding's weight.
     """
+    from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     owners: dict[int, list[tuple[str, Any]]] = {}
@@ -273,7 +275,7 @@ def _untie(model: Any, folder: Path) -> bool:
     for name, layer in list(model.named_modules()):
         base: Any = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else None
         sharing = owners.get(id(base._parameters.get("weight")), []) if base is not None else []
-        if len(sharing) < 2:
+        if len(sharing) < 2 or isinstance(layer, TrainableTokensLayer):  # peft ties those of tied weights itself
             continue
         if not {id(module) for _, module in sharing} <= ends:
             others = ", ".join(other.removesuffix(".base_layer") for other, module in sharing if module is not base)

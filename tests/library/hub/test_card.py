@@ -78,6 +78,7 @@ def test_finetuning_and_merging_write_cards(tmp_path, capsys):
     succeed(capsys, "merge", out, merged)
     card = card_of(merged, "nlr merge", "max |difference|")
     assert card.data.library_name == "transformers"
+    assert card.data.base_model is None
     assert "nonlinear_lowrank" not in loading_lines(card)
 
 

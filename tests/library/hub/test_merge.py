@@ -9,9 +9,11 @@ import transformers as hf
 from peft import LoraConfig, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from adapter_helpers import FAMILIES, PEFT_WARNINGS, ROWS, batch
 from cli_helpers import run
+from model_helpers import llama
 from nonlinear_lowrank import SineLoraConfig, SineLowRankConfig, UserError, augment
 from nonlinear_lowrank.hub import load_model, merging
 from nonlinear_lowrank.hub.loading import load_causal_adapter
@@ -287,6 +289,37 @@ def test_merging_takes_tokens_that_were_added(tmp_path, tuned_too):
     for found in (load_model(tmp_path / "out"), load_causal_adapter(tmp_path / "adapter")):
         with torch.no_grad():
             torch.testing.assert_close(found(ids).logits, logits)
+
+
+def test_merging_keeps_the_tie_of_trained_tokens(tmp_path):
+    base = llama(tie_word_embeddings=True)
+    base.save_pretrained(tmp_path / "base")
+    model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = SINE_LORA(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"], trainable_token_indices=[1, 2])
+    tuned, ids = get_peft_model(model, config).eval(), torch.tensor([[1, 3, 2, 4]])
+    nn.init.normal_(tuned.base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta["default"])
+    tuned.save_pretrained(tmp_path / "adapter")
+    merge_adapter(tmp_path / "adapter", tmp_path / "out")
+    found = load_model(tmp_path / "out")
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+    with torch.no_grad():
+        torch.testing.assert_close(found(ids).logits, tuned(ids).logits)
+
+
+def test_merging_takes_a_decoders_classifier_without_padding(tmp_path):
+    config = llama().config
+    config.pad_token_id = None
+    base = hf.LlamaForSequenceClassification(config)
+    (named := tmp_path / "other base").mkdir()
+    base.save_pretrained(named)
+    (named / "additional_chat_templates").mkdir()
+    (named / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    tuned = get_peft_model(base, SINE_LORA(r=2, task_type="SEQ_CLS", target_modules=["q_proj"]))
+    tuned.save_pretrained(tmp_path / "adapter")
+    text = merge_adapter(tmp_path / "adapter", tmp_path / "out", base=str(named)).text
+    assert "merged into other base" in text
+    assert "additional_chat_templates/tools.jinja" in text
+    assert hf.AutoConfig.from_pretrained(tmp_path / "out").num_labels == base.config.num_labels
 
 
 REFUSED = {
