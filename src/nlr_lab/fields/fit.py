@@ -1,6 +1,6 @@
 """The loop that fits a field: small enough for steps of a millisecond, and it can be killed at any moment.
 
-Nothing random is carried from step to step (a step's batch comes from the seed and the step's number), so a fit that
+Nothing random is carried from step to step (a step's batch comes from the step's number), so a fit that
 resumes from a checkpoint gives the same bits as one that was never stopped.
 """
 
