@@ -1,6 +1,6 @@
 """The loop that fits a field: small enough for steps of a millisecond, and it can be killed at any moment.
 
-Nothing random is carried from step to step (a step's batch comes from the step's number), so a fit that
+Nothing random is carried from step to step (a step's batch comes from the seed and the step's number), so a fit that
 resumes from a checkpoint gives the same bits as one that was never stopped.
 """
 
@@ -29,6 +29,7 @@ from nlr_lab.runtime.environment import (
     cpu_threads,
     many_compiled,
     provenance,
+    seeded_generator,
     told_of_memory,
 )
 from nlr_lab.runtime.log import LOG, append_entry
@@ -226,7 +227,7 @@ class Stepper:
     def take(self, step: int) -> Tensor:
         """Take a step (from 0); return its loss, detached, on the device."""
         config = self.config
-        batch = self.problem.batch(step, torch.Generator().manual_seed((config.seed << 32) + step))
+        batch = self.problem.batch(step, seeded_generator(config.seed, step))
         if self.device.type != "cpu":
             batch = tree_map_only(Tensor, lambda each: each.to(self.device, non_blocking=True), batch)
         for group in self.optimizer.param_groups:

@@ -243,7 +243,7 @@ class FitConfig:
     max_grad_norm: float = 0.0
     """Gradients are clipped to this norm; 0: not clipped."""
     seed: int = 0
-    """Seed of the initial draw. Batches depend on the step alone: torch keeps the low 32 bits of their seed."""
+    """Seed of the initial draw and of every batch."""
     eval_every: int = 0
     """Steps between evaluations; 0: a tenth of all. The last step is always evaluated."""
     save_every: int = 500

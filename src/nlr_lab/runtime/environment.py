@@ -1,6 +1,7 @@
 """Conditions of a result beside its settings: versions, the machine, its devices, memory, kernels and threads."""
 
 import contextlib
+import hashlib
 import os
 import platform
 import re
@@ -184,6 +185,15 @@ def choose_device(name: str, *, dtype: torch.dtype | None = None) -> torch.devic
         words = str(error).partition("\n")[0].partition(". ")[0]
         raise UserError(f"device {name} cannot be used here ({words}); use cpu, cuda or cuda:0") from error
     return device
+
+
+def seeded_generator(seed: int, what: int | str) -> torch.Generator:
+    """Return a generator of a seed's own draws for `what`, a step or a name.
+
+    Of a seed, torch's CPU generator takes 32 bits: the two are hashed into those.
+    """
+    digest = hashlib.sha256(f"{seed} {what}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
 
 
 def check_bytes(needed: int, what: str, hint: str) -> None:

@@ -1,7 +1,6 @@
 """The Trainer of a run: order of the data, evaluation, whole checkpoints, and an eye on the loss."""
 
 import functools
-import hashlib
 import itertools
 import json
 import math
@@ -20,7 +19,7 @@ from torch.utils.data import Sampler
 from torch.utils.data._utils import signal_handling
 from transformers import Trainer, TrainerCallback, set_seed
 
-from nlr_lab.runtime.environment import OutOfTimeError
+from nlr_lab.runtime.environment import OutOfTimeError, seeded_generator
 from nlr_lab.runtime.processes import gather_objects, largest, on_rank_0, own_group, together
 from nlr_lab.runtime.signals import StoppedBySignal, StopRequest
 from nlr_lab.runtime.storage import disk_errors, prune, step_folders
@@ -70,12 +69,13 @@ class EndlessShuffle(Sampler[int]):
             window = list(itertools.islice(shuffled, min(_WINDOW * self.batch, self.total - first)))
             window.sort(key=lambda index: -self.lengths[index % self.size])  # type: ignore[index]
             batches = [window[place : place + self.batch] for place in range(0, len(window), self.batch)]
-            for number in torch.randperm(len(batches), generator=self._generator(f"window {first}")).tolist():
+            generator = seeded_generator(self.seed, f"window {first}")
+            for number in torch.randperm(len(batches), generator=generator).tolist():
                 yield from batches[number]
 
     def _shuffles(self) -> Iterator[int]:
         for number in itertools.count():
-            for order in self._orders(self._generator(number)):
+            for order in self._orders(seeded_generator(self.seed, number)):
                 for part in order.split(65536):  # of a large text, not a list of all at once
                     yield from (part + number * self.size if self.passes else part).tolist()
 
@@ -90,11 +90,6 @@ class EndlessShuffle(Sampler[int]):
             places = (some[:, None] * _RUN + torch.arange(_RUN)).flatten()
             places = places[places < self.size]
             yield places[torch.randperm(len(places), generator=generator)]
-
-    def _generator(self, what: int | str) -> torch.Generator:
-        # Of a seed, torch's CPU generator takes 32 bits: the two are hashed into those.
-        digest = hashlib.sha256(f"{self.seed} {what}".encode()).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
 
 
 class Schedule(TrainerCallback):

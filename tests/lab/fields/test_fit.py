@@ -51,6 +51,19 @@ def _stop(model, loss):
     raise KeyboardInterrupt
 
 
+def test_every_seed_and_step_has_a_batch_of_its_own(tmp_path):
+    def places(out, seed):
+        problem, taken = _problem(), []
+        loss = problem.loss
+        problem.loss = lambda model, batch: taken.append(batch[0].clone()) or loss(model, batch)
+        _fit(tmp_path / out, problem, config=replace(SHORT, seed=seed, steps=2))
+        return taken
+
+    one, again, other = places("one", 1), places("again", 1), places("other", 2)
+    assert all(map(torch.equal, one, again))
+    assert not any(torch.equal(each, its) for each, its in ((one[0], other[0]), (one[1], other[1]), one))
+
+
 def test_fit_improves_and_writes_its_result(tmp_path, capsys):
     config = replace(SHORT, steps=150, eval_every=50, lr=1e-2)
     result = fit(_problem(points=0), SINE, config, tmp_path)
