@@ -1,7 +1,7 @@
 """Base of tuners: finds the modules, checks them before anything is changed, and puts the layers in place."""
 
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -16,7 +16,7 @@ from peft.utils.quantization_utils import get_quantization_kwargs
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.matrix import matrix_of, replace_modules
+from nonlinear_lowrank.methods.matrix import holders, matrix_of, replace_modules
 from nonlinear_lowrank.surgery.targets import bypassed_linears, output_head_names, unreached_experts, why_bypassed
 
 from .config import BASE_ROWS, AdapterConfig, NamedConfig
@@ -186,17 +186,13 @@ class CheckedTuner(BaseTuner):
             mine = name.endswith("base_layer.weight") or f".{self.prefix}" in name
             if mine and hasattr(tensor, "device_mesh"):
                 raise UserError(f"{name} is sharded; merge before sharding, in one process")
-        holders: dict[int, list[str]] = defaultdict(list)
-        for name, module in self.model.named_modules():
-            if not name.endswith(".original_module"):  # of modules_to_save: a copy serves
-                for tensor in module._parameters.values():
-                    holders[id(tensor)].append(name)
+        held = holders(self.model)
         for name, module in self.model.named_modules():
             if getattr(module, "weight_name", None) and module.quantization_backend is None:
                 weight = getattr(module.get_base_layer(), module.weight_name, None)
                 if not isinstance(weight, nn.Parameter):
                     raise UserError(f"{name} has no weight of its own that a merge could change; use it unmerged")
-                if others := [each for each in holders[id(weight)] if not f"{each}.".startswith(f"{name}.")]:
+                if others := [each for each, _ in held.get(id(weight), ()) if not f"{each}.".startswith(f"{name}.")]:
                     raise UserError(f"{name} and {others[0]} have one weight; use it unmerged, or nlr merge if tied")
 
     def _before_merge(self, adapter_names: list[str] | None, safe_merge: bool) -> None:

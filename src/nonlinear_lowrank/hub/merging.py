@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nonlinear_lowrank.errors import BUILD_ERRORS, UserError
 from nonlinear_lowrank.methods.base import method_of_layer
+from nonlinear_lowrank.methods.matrix import holders
 from nonlinear_lowrank.surgery.augment import layer_entries
 from nonlinear_lowrank.validation import one_line, require
 
@@ -264,11 +265,7 @@ def _untie(model: Any, folder: Path) -> bool:
     from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    owners: dict[int, list[tuple[str, Any]]] = {}
-    for name, module in model.named_modules():
-        # Of modules_to_save the adapter's own copy takes the place of the original.
-        if isinstance(weight := module._parameters.get("weight"), Tensor) and not name.endswith(".original_module"):
-            owners.setdefault(id(weight), []).append((name, module))
+    owners = holders(model)
     both = (embedding_of(model), model.get_output_embeddings())
     ends = {id(end.get_base_layer() if hasattr(end, "get_base_layer") else end) for end in both if end}
     found = False

@@ -115,3 +115,16 @@ def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module
         for name, child in list(parent._modules.items()):  # named_children skips repeats
             if child is not None and child in replacements:
                 setattr(parent, name, replacements[child])
+
+
+def holders(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
+    """Return the modules that hold each parameter, with their names, by its id.
+
+    Of peft's modules_to_save the adapter's own copy counts, which takes the place of the original.
+    """
+    found: dict[int, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules():
+        for tensor in module._parameters.values() if not name.endswith(".original_module") else ():
+            if tensor is not None:
+                found.setdefault(id(tensor), []).append((name, module))
+    return found
