@@ -115,14 +115,15 @@ _KEPT = ("ladder.json", "predicted/*", "**/compare.json", "**/timing.json", "**/
 def kept_runs(folder: Path, work: Path) -> Iterator[None]:
     """Keep a long study's finished runs in `folder`, without weights, also when it is interrupted.
 
-    Those that `work` lacks are unpacked first, so that another machine can go on and none is lost. Of training losses,
-    which are only drawn, five digits are kept.
+    Those that `work` lacks are unpacked first, so that another machine can go on and none is lost; a result that was
+    deleted out of a run's folder stays so, to be made anew. Of training losses, only drawn, five digits are kept.
     """
     archive, part = folder / _RUNS, folder / f"{_RUNS}.part"
     if archive.exists():
         with tarfile.open(archive) as runs:
-            missing = [member for member in runs if not (work / member.name).exists()]
-            runs.extractall(work, missing, filter="data")
+            missing = [each for each in runs if not (work / each.name).exists()]
+            deleted = [each for each in missing if work != (run := (work / each.name).parent) and run.exists()]
+            runs.extractall(work, [each for each in missing if each not in deleted], filter="data")
     try:
         yield
     finally:

@@ -188,6 +188,8 @@ def test_keeps_all_finished_runs(into, tmp_path, monkeypatch):
         keep("four")
     monkeypatch.undo()
     assert keep("five") == {"a": "1", "b": "3", "c": "4"}, "a write that fails loses nothing"
+    (tmp_path / "five" / "b" / "result.json").unlink()
+    assert keep("five") == {"a": "1", "c": "4"}, "to be made anew"
 
 
 def test_reads_a_studys_options(capsys):
