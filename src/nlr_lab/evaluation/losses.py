@@ -88,7 +88,9 @@ def score_documents(
     size = 0
     end = [] if separator is None else tokenizer(separator, add_special_tokens=False)["input_ids"]
     for document in documents:
-        ids += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"] + end
+        # As in training, what looks like a special token is text.
+        options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        ids += tokenizer(document, **options)["input_ids"] + end
         size += len(document.encode("utf-8"))
     if len(ids) < 2 or size == 0:
         raise UserError(f"the text comes to {len(ids)} tokens; give one of at least 2")

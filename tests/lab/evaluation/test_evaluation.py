@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast, TextStreamer
 from nlr_lab.evaluation.generation import Sampling, generate_text
 from nlr_lab.evaluation.harness import score_tasks
 from nlr_lab.evaluation.losses import TextScore, score_documents, score_sequences
+from nlr_lab.tasks.text.tokenizers import encode
 from nonlinear_lowrank import NobleConfig, augment
 from refusals import assert_refused
 from task_helpers import tiny_model
@@ -57,6 +58,15 @@ def test_windows_predict_every_token_but_the_first_exactly_once(model, tokenizer
     assert score.bits_per_byte == pytest.approx(expected.sum().item() / math.log(2) / size, rel=1e-5)
     assert json.loads(json.dumps(score.to_json()))["tokens"] == len(expected)
     assert math.isfinite(TextScore(loss=1000.0, tokens=10, bytes_per_token=4.0).perplexity), "of a diverged model"
+
+
+def test_text_that_looks_like_a_special_token_is_text(model, tokenizer):
+    text = f"a {END} b"
+    ids, _ = next(encode(tokenizer, [text], None, offsets=False))
+    assert tokenizer.eos_token_id not in ids
+    score = score_documents(model, tokenizer, [text], sequence_length=64)
+    assert (score.tokens, score.loss) == (len(ids) - 1, pytest.approx(token_losses(model, ids.tolist()).mean().item()))
+    assert tokenizer(text)["input_ids"].count(tokenizer.eos_token_id) == 1, "the tokenizer is as it was"
 
 
 def test_packed_sequences_skip_masked_labels_and_ignore_batching(model, tokenizer):
