@@ -237,7 +237,8 @@ def _with_lengths(of_file: Sequence[str], own: Sequence[str], train: Any) -> lis
                 more += ["--train.warmup-steps=0", f"--train.warmup-share={warmup / steps}"]
             steps = warmup = 0
         elif warmup and asked is None and 0 < length < steps:
-            steps, warmup, before = length, max(1, round(warmup * length / steps)), warmup
+            # The first step of a warm-up is at a learning rate of 0.
+            steps, warmup, before = length, max(min(1, length - 1), round(warmup * length / steps)), warmup
             more = [f"--train.warmup-steps={warmup}"]
             if rank() == 0:
                 print(f"nlr: warm-up of {warmup} steps in place of {before}; --warmup-steps sets it", file=sys.stderr)

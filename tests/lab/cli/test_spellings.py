@@ -87,6 +87,7 @@ def test_a_file_may_have_names_of_transformers(tmp_path, capsys):
         ([], 300, None, 30, 0.0),
         (["--steps", "20"], 20, None, 2, 0.0),
         (["--steps", "3"], 3, None, 1, 0.0),
+        (["--steps", "1"], 1, None, 0, 0.0),
         (["--steps", "600"], 600, None, 30, 0.0),
         (["--steps=20", "--warmup-steps=15"], 20, None, 15, 0.0),
         (["--steps=20", "--warmup-share", "0.5"], 20, None, 0, 0.5),
@@ -100,7 +101,7 @@ def test_a_length_says_what_the_others_are(capsys, options, steps, epochs, warmu
     assert (train.steps, train.epochs, train.warmup_steps, train.warmup_share) == (steps, epochs, warmup, share)
     note = capsys.readouterr().err
     expected = f"nlr: warm-up of {warmup} steps in place of 30; --warmup-steps sets it\n"
-    assert note == (expected if options in (["--steps", "20"], ["--steps", "3"]) else "")
+    assert note == (expected if options in (["--steps", "20"], ["--steps", "3"], ["--steps", "1"]) else "")
 
 
 def test_a_length_is_that_of_the_file_that_it_changes(tmp_path, capsys):

@@ -65,6 +65,21 @@ def test_folders_of_classes(tmp_path, held_out):
     assert (pixels(splits.train, 4) == arrays["train", "zebra", 1]).all()
     alone = read_images(str(tmp_path / "train"))
     assert (len(alone.train), len(alone.test)) == (5, 1)
+    (tmp_path / "train" / "bat").mkdir()
+    for source in (tmp_path, tmp_path / "train"):
+        assert_refused("bat holds no image; delete it", read_images, str(source))
+
+
+def test_classes_of_a_folder_that_are_not_used_are_told(tmp_path):
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        for index in range(4):
+            (tmp_path / name / f"{index}.png").write_bytes(png(noise(4, 4, 3)))
+    with pytest.warns(
+        UserWarning, match="2 classes of .* are used; --classes chooses among its 3, without a value all"
+    ):
+        assert ImageSource(source=str(tmp_path), classes=(0, 2)).find().classes == ("a", "c")
+    assert ImageSource(source=str(tmp_path)).find().classes == ("a", "b", "c")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ A source without a test split gives a fifth of its images, always the same ones.
 
 import io
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,8 +130,11 @@ class ImageSource:
         if len(classes) < 2:
             raise UserError(f"{self.source} has one class, {classes[0]!r}; give images of at least two")
         if self.classes:
+            fix = f"--classes chooses among its {len(classes)}, without a value all"
             if max(self.classes) >= len(classes):
-                raise UserError(f"there is no class {max(self.classes)} in {self.source}; it has {len(classes)}")
+                raise UserError(f"there is no class {max(self.classes)} in {self.source}; {fix}")
+            if len(self.classes) < len(classes) and self.source != "digits":  # a recipe's choice is of its own source
+                warnings.warn(f"{len(self.classes)} classes of {self.source} are used; {fix}", stacklevel=2)
             train, test = train.of_classes(self.classes), test.of_classes(self.classes)
             classes = tuple(classes[number] for number in self.classes)
         train = train.select(choose(len(train), self.train_rows, 1))
@@ -245,14 +249,18 @@ def _folders(path: Path) -> list[str]:
 
 
 def _of_classes(path: Path, known: tuple[str, ...] = ()) -> tuple[Images, tuple[str, ...]]:
+    """Return the images in the folders of `path` and their classes, those of the training images where these are known;
+    UserError for another class, and for one without a training image."""
     found = _folders(path)
-    known = known or tuple(found)
+    training, known = not known, known or tuple(found)
     if unknown := [name for name in found if name not in known]:
         raise UserError(f"{path} has a class {unknown[0]!r} that the training images do not have")
     files = [(file, known.index(name)) for name in found for file in sorted((path / name).rglob("*"))]
     files = [(file, label) for file, label in files if file.suffix.lower() in _SUFFIXES]
     if not files:
         raise UserError(f"{path} holds no folders of images, one for each class")
+    if training and (empty := set(range(len(known))) - {label for _, label in files}):
+        raise UserError(f"{path / known[min(empty)]} holds no image; delete it, or put images there")
     return Images(np.array([label for _, label in files]), lambda index: _open(files[index][0])), known
 
 
