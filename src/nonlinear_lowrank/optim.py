@@ -244,13 +244,14 @@ def multiplier_roles(module: nn.Module) -> Mapping[str, Role]:
     return roles if any(role.lr != 1 for role in roles.values()) else {}
 
 
-def mismatches(groups: Iterable[Mapping[str, Any]]) -> list[Mismatch]:
+def mismatches(groups: Iterable[Mapping[str, Any]], lr: float | None = None) -> list[Mismatch]:
     """Return the tensors that optimizer groups train without their multiplier, or decay against their role.
 
     They are found by identity among all living layers, which works under DDP and FSDP2. A learning rate is compared
     with that of a tensor of multiplier 1 in the same layer: one of the branch's (the down projection), else the dense
-    weight, else that of any other layer. What cannot be judged is skipped: flattened tensors (FSDP1, DeepSpeed),
-    compiled steps and optimizers of one tensor. A ratio other than 1 is taken to be intended.
+    weight, else that of any other layer, else `lr`, the one that the optimizer was given. What cannot be judged is
+    skipped: flattened tensors (FSDP1, DeepSpeed), compiled steps and optimizers of one tensor. A ratio other than 1 is
+    taken to be intended.
     """
     group_of = {id(each): group for group in groups for each in group["params"]}
     held = []
@@ -267,8 +268,10 @@ def mismatches(groups: Iterable[Mapping[str, Any]]) -> list[Mismatch]:
     found = []
     for layer, mine, own in held:
         for tensor, role in mine:
-            group, base_rates = group_of[id(tensor)], own or fallback
-            lost = role.lr != 1 and base_rates is not None and _same(_rates(group), base_rates)
+            group = group_of[id(tensor)]
+            rates = _rates(group)
+            base_rates = own or fallback or (None if lr is None else (rates[0], lr))
+            lost = role.lr != 1 and base_rates is not None and _same(rates, base_rates)
             decayed = not role.decay and float(group.get("weight_decay") or 0) > 0
             if lost or decayed:
                 found.append(Mismatch(layer, tensor, role, lost, decayed))

@@ -83,9 +83,14 @@ class MeanPooledForSequenceClassification(PreTrainedModel):
         if not folder.is_dir() or any(folder.glob("*.safetensors*")):
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         config = kwargs.pop("config", None) or MeanPooledConfig.from_pretrained(folder)
-        wanted = {key: kwargs[key] for key in ("dtype", "torch_dtype") if key in kwargs}
+        wanted: dict[str, Any] = {key: kwargs[key] for key in ("dtype", "torch_dtype") if key in kwargs}
+        if attention := kwargs.get("attn_implementation") or config._attn_implementation:  # Auto classes put it there
+            wanted["attn_implementation"] = attention
         name, labels = config.encoder_checkpoint, kwargs.get("num_labels") or config.num_labels or 2
         model = cls.from_encoder(_beside(folder, find_encoder(name)), checkpoint=name, num_labels=labels, **wanted)
+        if labels == config.num_labels:
+            for each in ("id2label", "label2id", "problem_type"):
+                setattr(model.config, each, getattr(config, each))
         model.name_or_path = model.config._name_or_path = str(folder)
         if not kwargs.get("output_loading_info"):
             return model

@@ -90,7 +90,7 @@ class LearningRateCallback(TrainerCallback):
             branch |= {id(own[local]) for local in multiplier_roles(layer) if local in own and own[local].requires_grad}
         if branch and branch.isdisjoint(id(each) for group in optimizer.param_groups for each in group["params"]):
             raise UserError(f"LearningRateCallback finds no branch tensor in {name}; use nlr.TrainerMixin")
-        self._found = {id(each.tensor): each for each in mismatches(optimizer.param_groups)}
+        self._found = {id(each.tensor): each for each in mismatches(optimizer.param_groups, args.learning_rate)}
         inside = tree_leaves(list(vars(optimizer).values()))
         if self._found and any(isinstance(each, torch.optim.Optimizer) for each in inside):
             raise UserError(f"LearningRateCallback cannot change the groups of {name}, which steps by others")

@@ -310,10 +310,12 @@ def test_a_mean_pooled_base_is_found_by_a_folder_of_one_file(tmp_path):
     kit.encoder(tmp_path / "bert")
     pretrained = Pretrained(checkpoint=str(tmp_path / "bert"), pooling="mean")
     model = pretrained.load("text", 3, 0)
+    model.config.id2label = {0: "no", 1: "maybe", 2: "yes"}
     model.write_base(tmp_path / "base")
     assert [path.name for path in (tmp_path / "base").iterdir()] == ["config.json"]
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
-    assert again.num_labels == 3
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    assert (again.num_labels, again.config.id2label) == (3, {0: "no", 1: "maybe", 2: "yes"})
+    assert again.encoder.config._attn_implementation == "eager"
     for (name, one), two in zip(model.encoder.named_parameters(), again.encoder.parameters(), strict=True):
         assert torch.equal(one, two), name
     kit.save(model, tmp_path / "whole")

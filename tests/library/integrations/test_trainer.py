@@ -163,6 +163,16 @@ def test_the_callback_trains_as_the_mixin_does_and_a_plain_model_as_trainer(make
     assert any((plain[name] - value).abs().max() > 1e-3 for name, value in mixed.items())
 
 
+def test_the_callback_serves_tensors_that_are_trained_alone(tmp_path):
+    model = augmented()
+    for name, each in model.named_parameters():
+        each.requires_grad_(name.endswith("noble_up"))
+    mixed = trained(tmp_path, copy.deepcopy(model), MixedTrainer).model.state_dict()
+    called = trained(tmp_path, copy.deepcopy(model), Trainer, callbacks=[nlr.LearningRateCallback()]).model.state_dict()
+    for name, value in mixed.items():
+        torch.testing.assert_close(called[name], value, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("way", "schedule"), [("mixin", "reduce_lr_on_plateau"), ("callback", "linear")])
 def test_a_resumed_run_ends_with_the_same_bits(way, schedule, tmp_path):
     kind, callbacks = (MixedTrainer, []) if way == "mixin" else (Trainer, [nlr.LearningRateCallback])
