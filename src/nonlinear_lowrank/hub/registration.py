@@ -9,10 +9,12 @@ Each is told at the moment it is imported, or at once where it already is:
   Tuners find the modules of an augmented model that they take by default (`peft_targets`).
 - diffusers' `load_lora_adapter` builds a LoraConfig out of the settings in a file, whatever they are of; of ours it is
   given the config that they are of.
-- Our own `augment` is told to make saveable what it augmented, and `save_pretrained` refuses the model around it.
+- Our own `augment` is told to make saveable what it augmented, and `save_pretrained` refuses the model around it; it
+  also deletes the manifest of a folder that it writes over.
 """
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 import wrapt
@@ -128,7 +130,12 @@ def _on_augment(augment: Any) -> None:
 def _on_models(modeling_utils: Any) -> None:
     def save(save: Any, model: Any, args: Any, kwargs: Any) -> Any:
         importlib.import_module("nonlinear_lowrank.hub.classes").check_saveable(model)
-        return save(*args, **kwargs)
+        save(*args, **kwargs)
+        # A folder that convert, merge or a run wrote has other files now than its manifest lists.
+        folder = Path(kwargs["save_directory"] if "save_directory" in kwargs else args[0])
+        storage = importlib.import_module("nonlinear_lowrank.hub.storage")
+        if any(name.endswith(".safetensors") for name in storage.manifest_files(folder) or ()):
+            (folder / storage.MANIFEST).unlink(missing_ok=True)
 
     wrapt.wrap_function_wrapper(modeling_utils.PreTrainedModel, "save_pretrained", save)
 

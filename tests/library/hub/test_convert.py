@@ -129,6 +129,19 @@ def test_converting_models_of_text_and_images_and_refusing_what_cannot_be_measur
     assert names_of(tmp_path) == {"llava", "clip", "out", "waves"}
 
 
+def test_a_converted_folder_may_be_saved_into_again(plain, tmp_path):
+    convert(plain, tmp_path / "out", nlr.NobleConfig(rank=3))
+    assert (tmp_path / "out" / "manifest.json").exists()
+    model = load_model(tmp_path / "out")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    model.save_pretrained(tmp_path / "out")
+    assert torch.equal(load_model(tmp_path / "out").lm_head.weight, model.lm_head.weight)
+    (tmp_path / "out" / "manifest.json").write_text('{"files": {"theirs.txt": {}}}')
+    model.save_pretrained(tmp_path / "out")
+    assert (tmp_path / "out" / "manifest.json").exists(), "of somebody else"
+
+
 def test_converting_copies_companions_and_no_code(plain, tmp_path):
     kept = {"tokenizer.json": "{}", "tokenizer_config.json": "{}", "merges.txt": "a b", "LICENSE": "free"}
     left = {"modeling.py": "boom", "training_args.bin": "pickle", "pytorch_model.bin.index.json": "{}"}
