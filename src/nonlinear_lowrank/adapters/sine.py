@@ -166,10 +166,12 @@ class _ProductLayer(SineLayer):
     def _keeps(self, names: Sequence[str]) -> bool:
         weight = self.base_layer.weight
         changing = torch.is_grad_enabled() or self.training or torch.compiler.is_compiling() or transformed()
-        if changing or weight.is_meta or not all(self.cached[name] for name in names):
+        if changing or weight.is_meta or weight.is_inference() or not all(self.cached[name] for name in names):
             return False
-        held = (weight, *(each[name].weight for name in names for each in (self.lora_A, self.lora_B)))
-        return not any(each.is_inference() for each in held)  # which count no writes
+        if tuple(names) in self._formed:  # asked of its factors when it was formed
+            return True
+        factors = (each[name].weight for name in names for each in (self.lora_A, self.lora_B))
+        return not any(each.is_inference() for each in factors)  # which count no writes
 
     def formed(self, names: Sequence[str]) -> Tensor:
         """Return the weight with these adapters in it, in the base's layout and type; formed again after a change.
