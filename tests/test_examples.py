@@ -11,9 +11,6 @@ from peft import PeftConfig, get_peft_model
 
 import model_helpers
 import nonlinear_lowrank as nlr
-from adapter_helpers import PEFT_WARNINGS
-
-pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 COMPARISON = EXAMPLES / "peft_method_comparison"

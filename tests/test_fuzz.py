@@ -6,8 +6,6 @@ from hypothesis import strategies as st
 
 from fuzz_helpers import TARGETS, damage, try_one
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_damaged_input_is_refused_in_words(target, tmp_path):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from adapter_helpers import PEFT_WARNINGS
 from nlr_lab.cli import COMMANDS
 from nlr_lab.recipes import RECIPES
 
@@ -20,7 +19,6 @@ def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.filterwarnings(*PEFT_WARNINGS)
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_python_snippets_run_from_top_to_bottom(page, tmp_path, monkeypatch):
     snippets = blocks(page, "python")

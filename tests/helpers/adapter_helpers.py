@@ -20,15 +20,6 @@ import nonlinear_lowrank as nlr
 
 LABELS = 3
 
-PEFT_WARNINGS = (
-    # transformers' own; peft calls the one on every model, and its users the other.
-    "ignore:`(is_gradient_checkpointing|gradient_checkpointing_enable)` is deprecated:FutureWarning",
-    # peft's: a model drawn here has no name in the hub; an adapted embedding is saved whole with its adapter.
-    "ignore:Could not find a config file in:UserWarning",
-    "ignore:Setting `save_embedding_layers` to `True`:UserWarning",
-)
-"""Argument of `pytest.mark.filterwarnings`."""
-
 
 def bert_classifier() -> PreTrainedModel:
     sizes = {**model_helpers.SIZES, "vocab_size": 67, "intermediate_size": 48, "max_position_embeddings": 64}

@@ -94,7 +94,6 @@ def test_torchtitan_is_an_extra_which_is_named_where_it_is_missing(monkeypatch):
         importlib.import_module("nonlinear_lowrank.integrations.torchtitan")
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_every_public_name_is_there():
     for name in nlr.__all__:
         value = getattr(nlr, name)

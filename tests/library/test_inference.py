@@ -121,10 +121,6 @@ def test_sine_weights_become_linears(dtype, slack):
     torch.testing.assert_close(output(model, inputs), expected, **slack)
 
 
-peft_named = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # by transformers
-
-
-@peft_named
 @pytest.mark.parametrize(
     "config",
     [
@@ -168,7 +164,6 @@ def _switched_off(model):
     return model
 
 
-@peft_named
 @pytest.mark.parametrize("share_down", ["none", "qkv"])
 @pytest.mark.parametrize(
     "change",

@@ -12,10 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finetune_helpers
 import nonlinear_lowrank as nlr
-from adapter_helpers import PEFT_WARNINGS
 from nonlinear_lowrank.__main__ import main
-
-pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
 TEXTS = ("who saw birds", "what red mat and the cat")
 TASK = """

@@ -24,7 +24,6 @@ from nonlinear_lowrank.validation import install_hint
 from task_helpers import byte_tokenizer, commonsense_rows, mmlu_rows, tiny_model, write_lines
 
 # peft 0.21 reads a name that transformers 5.23 has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 TEXT = "The stone falls under the quiet river."
 

@@ -11,7 +11,6 @@ from peft import AutoPeftModelForSequenceClassification, PeftModel
 from transformers import AutoModelForSequenceClassification
 
 import finetune_helpers as kit
-from adapter_helpers import PEFT_WARNINGS
 from cli_helpers import refused, run, succeed
 from finetune_helpers import glue_command as options
 from nlr_lab.recipes import get_recipe
@@ -19,8 +18,6 @@ from nlr_lab.training import run as training
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.hub import load_model
 from seeds import rng
-
-pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS, "ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
 
 def test_finetune_prints_the_score_and_leaves_an_adapter(root, tmp_path, capsys):

@@ -13,8 +13,6 @@ from cli_helpers import refused, run, succeed
 from nlr_lab.evaluation import losses
 from nlr_lab.training import run_training
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-
 TASKS = {"cola": kit.glue_task, "instructions": kit.instruction_task, "images": kit.image_task}
 ARMS = ("full", "lora:r=2", "sine-dora:r=2,omega=30", "nora++:r=2,groups=4,lora_r=2", "noble-adapter:r=2", "head")
 TUNED = {"cola": ARMS, "instructions": ARMS[:2], "images": ARMS[2:]}

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import nonlinear_lowrank as nlr
-from adapter_helpers import PEFT_WARNINGS
 from cli_helpers import run, succeed
 from model_helpers import FAMILIES, batch
 from nlr_lab.plan.estimate import GIB, ArmCost, PlanConfig, arm_cost, lay_out, plan_arm
@@ -90,7 +89,6 @@ def test_flops_equal_torchs_count_of_a_step(family, method, monkeypatch):
     assert 3 * LENGTH * cost.forward_flops == counter.get_total_flops()
 
 
-@pytest.mark.filterwarnings(*PEFT_WARNINGS)
 def test_frozen_weights_need_no_gradients():
     """LoRA's: the gradient of what goes in, and those of its own factors."""
     from peft import LoraConfig, get_peft_model
@@ -184,7 +182,6 @@ def with_a_frozen_block(model):
     return model
 
 
-@pytest.mark.filterwarnings(*PEFT_WARNINGS)
 @pytest.mark.parametrize("change", [with_lora, with_a_frozen_block])
 def test_frozen_weights_are_not_copied(change, tmp_path):
     model = change(FAMILIES["llama"]())

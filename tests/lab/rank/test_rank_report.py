@@ -19,7 +19,6 @@ from transformers import (
 )
 
 import nonlinear_lowrank as nlr
-from adapter_helpers import PEFT_WARNINGS
 from cli_helpers import refused, run, succeed
 from model_helpers import FAMILIES
 from nlr_lab.fields.fit import fit
@@ -109,7 +108,6 @@ def test_sine_layers_are_measured_as_their_weight(tmp_path):
     assert (patches.kind, patches.shape) == ("kernel", (32, 3 * 4 * 4)), "out x the rest"
 
 
-@pytest.mark.filterwarnings(*PEFT_WARNINGS)
 @pytest.mark.parametrize("method", ["lora", "rslora", "sine"])
 def test_adapters_are_measured_as_their_delta(tmp_path, method):
     options = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}

@@ -9,7 +9,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from adapter_helpers import PEFT_WARNINGS
 from model_helpers import FAMILIES, batch
 from nlr_lab.training import Arm, Recipe
 from nlr_lab.training.arms import apply_arm, build_model, optimizer_groups
@@ -308,7 +307,6 @@ def test_arm_has_its_own_optimizer():
     }
 
 
-@pytest.mark.filterwarnings(*PEFT_WARNINGS)
 def test_adapters_are_not_muons():
     model = get_peft_model(FAMILIES["llama"](), LoraConfig(r=2, target_modules=["q_proj"]))
     recipe, lora, plain = make_recipe(), Arm.parse("lora:r=2,optimizer=muon"), Arm.parse("baseline:optimizer=muon")

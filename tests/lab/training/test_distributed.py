@@ -22,8 +22,6 @@ from nonlinear_lowrank.hub import load_model
 from processes_helpers import fsdp_environment, run_processes
 from training_helpers import FakeText, cut_back, make_recipe
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-
 ARMS = ("sine-lora:r=2,omega=200", "nora:r=2,groups=4")
 CHAIN = {"steps": 12, "save_every": 4, "keep_checkpoints": 9, "dropout": 0.0}
 

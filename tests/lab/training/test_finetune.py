@@ -25,8 +25,6 @@ from nonlinear_lowrank.hub.card import loading_code
 from refusals import assert_refused
 from training_helpers import cut_back
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-
 
 def adapted(recipe: Recipe, prepared=None):
     prepared = recipe.task.prepare(progress=False) if prepared is None else prepared

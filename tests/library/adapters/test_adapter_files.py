@@ -7,10 +7,8 @@ import torch
 from peft import get_peft_model
 from safetensors.torch import save_file
 
-from adapter_helpers import FAMILIES, PEFT_WARNINGS, ROWS, batch
+from adapter_helpers import FAMILIES, ROWS, batch
 from cli_helpers import run_python
-
-pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
 WAYS = ("PeftModel", "AutoPeftModel", "AutoModel")
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import model_helpers
 import nonlinear_lowrank as nlr
-from adapter_helpers import PEFT_WARNINGS, ROWS
+from adapter_helpers import ROWS
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.adapters.lora import LoraLayer
 from nonlinear_lowrank.adapters.weights import WeightLayer
@@ -18,7 +18,7 @@ from rounding_helpers import assert_close_by_norm
 
 pytestmark = [
     pytest.mark.quantized,
-    pytest.mark.filterwarnings(*PEFT_WARNINGS, "ignore::DeprecationWarning", "ignore:.*torchao.*"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torchao.*"),
 ]
 
 METHODS = [row for row in ROWS if row.name in ("noble-llama", "sine-llama", "sine_dora-llama")]

@@ -8,10 +8,10 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 import nonlinear_lowrank as nlr
-from adapter_helpers import FAMILIES, PEFT_WARNINGS, ROWS, batch
+from adapter_helpers import FAMILIES, ROWS, batch
 from processes_helpers import run_processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(*PEFT_WARNINGS)]
+pytestmark = pytest.mark.slow
 
 CASES = [(row, dtype) for row in ROWS if row.family == "llama" for dtype in (torch.float32, torch.bfloat16)]
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig, Qwen2Moe
 
 import model_helpers
 import nonlinear_lowrank as nlr
-from adapter_helpers import FAMILIES, PEFT_WARNINGS, ROWS, batch, labels
+from adapter_helpers import FAMILIES, ROWS, batch, labels
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.adapters.weights import AdapterLayer
 from rounding_helpers import assert_close_by_norm
@@ -25,8 +25,6 @@ one_a_method = [
     for kind in dict.fromkeys(row.name.partition("-")[0] for row in ROWS)
 ]
 every_method = pytest.mark.parametrize("row", one_a_method, ids=lambda row: row.name)
-
-pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
 
 def wrapped(row, dtype=torch.float32, **overrides):

@@ -11,11 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
-from adapter_helpers import PEFT_WARNINGS
 from nonlinear_lowrank import SineLoraConfig
 from nonlinear_lowrank.adapters.sine import cached_bytes
-
-pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
 MODULES = {
     "linear": lambda: nn.Linear(12, 10),

@@ -8,13 +8,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import nonlinear_lowrank as nlr
-from adapter_helpers import PEFT_WARNINGS
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.methods.noble.op import Branch, noble_linear_reference
 from op_helpers import BOTTLENECKS
-
-pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
 
 def adapted(base, **options):

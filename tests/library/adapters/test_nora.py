@@ -13,7 +13,6 @@ from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
 import model_helpers
-from adapter_helpers import PEFT_WARNINGS
 from family_helpers import FAMILIES
 from nonlinear_lowrank import NoraConfig, UserError, param_groups
 from nonlinear_lowrank.methods.rational import RationalActivation, RationalConfig
@@ -23,8 +22,6 @@ from nonlinear_lowrank.methods.rational.op import LinearTails
 from nonlinear_lowrank.methods.rational.reference import rational_anchored_reference, rational_reference
 from nora_helpers import drawn, logits, trained
 from rounding_helpers import assert_close_by_norm
-
-pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
 forms = pytest.mark.parametrize("form", ["abs_of_sum", "sum_of_abs"])
 # google/vit_tiny_patch16_224 with CIFAR-100's head: nora.txt, section 4.1.
@@ -282,7 +279,6 @@ def test_an_exact_anchor_starts_bit_equal_in_training_and_evaluation(family, dty
     assert not torch.equal(logits(plain, inputs), before[False])
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 @pytest.mark.parametrize("family", ["t5", "opt", "bart", "swin", "siglip", "wav2vec2", "wav2vec2-bert"])
 def test_families_start_equal_disable_and_checkpoint(family):
     base = FAMILIES[family].build()

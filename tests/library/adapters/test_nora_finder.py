@@ -8,11 +8,8 @@ from torch import nn
 
 import model_helpers
 from activation_helpers import BERT_MLP, FOUND, IMAGES, SKIPPED, TEXT, fast_path, inputs_of, liger_like, two
-from adapter_helpers import PEFT_WARNINGS
 from nonlinear_lowrank import NoraConfig, UserError
 from nonlinear_lowrank.methods.rational.adapter import NoraActivation
-
-pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
 
 @pytest.mark.parametrize("name", ["convnext", "resnet", "bert", "phi3"])

@@ -8,12 +8,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import model_helpers
-from adapter_helpers import PEFT_WARNINGS
 from nonlinear_lowrank import NoraConfig, UserError
 from nora_helpers import drawn, logits, trained
 from rounding_helpers import assert_close_by_norm
-
-pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
 
 def test_a_merged_model_is_a_base_for_another_adapter(tmp_path):

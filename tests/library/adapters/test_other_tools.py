@@ -26,9 +26,8 @@ from trl import (
 
 import finetune_helpers
 import nonlinear_lowrank as nlr
-from adapter_helpers import PEFT_WARNINGS
 
-pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS, "ignore::FutureWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 _LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
 _NORA = {"r": 2, "groups": 4, "anchor": "exact", "task_type": "CAUSAL_LM"}

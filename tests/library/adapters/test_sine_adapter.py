@@ -16,13 +16,10 @@ from transformers.pytorch_utils import Conv1D
 
 import model_helpers
 import nonlinear_lowrank as nlr
-from adapter_helpers import PEFT_WARNINGS
 from nonlinear_lowrank import SineLoraConfig, UserError
 from nonlinear_lowrank.adapters.sine import SineLayer
 from nonlinear_lowrank.analysis.saved import saved_bytes
 from rounding_helpers import assert_close_by_norm
-
-pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
 doras = pytest.mark.parametrize("dora", [False, True], ids=["sine-LoRA", "sine-DoRA"])
 

@@ -21,12 +21,9 @@ from transformers import (
 )
 
 import model_helpers
-from adapter_helpers import PEFT_WARNINGS
 from nonlinear_lowrank import NobleAdapterConfig, SineLoraConfig, UserError
 from nonlinear_lowrank.adapters.sine import SineLayer
 from rounding_helpers import assert_close_by_norm
-
-pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
 
 class Model(nn.Module):

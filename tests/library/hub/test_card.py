@@ -10,7 +10,6 @@ from huggingface_hub import ModelCard
 
 import finetune_helpers
 import nonlinear_lowrank as nlr
-from adapter_helpers import PEFT_WARNINGS
 from cli_helpers import python_prints, succeed
 from model_helpers import llama
 from nlr_lab.recipes import RECIPES, get_recipe
@@ -19,8 +18,6 @@ from nlr_lab.training.run_folder import command_of
 from nonlinear_lowrank.hub.card import write_card
 from nonlinear_lowrank.hub.verify import verify
 from training_helpers import FakeText, make_recipe
-
-pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS, "ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
 
 def card_of(folder, *words):

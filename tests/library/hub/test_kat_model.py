@@ -110,7 +110,6 @@ def test_drawn_model_starts_with_the_identity_and_silu():
     torch.testing.assert_close(model.vit.layers[0].mlp.activation_fn(x), F.silu(x), rtol=0, atol=1e-2)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 def test_nora_tunes_the_coefficients_of_a_released_model(images, tmp_path):
     released_model(random_state(), heads=HEADS).save_pretrained(tmp_path)
     pretrained = Pretrained(checkpoint=str(tmp_path))

@@ -11,7 +11,7 @@ from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from adapter_helpers import FAMILIES, PEFT_WARNINGS, ROWS, batch
+from adapter_helpers import FAMILIES, ROWS, batch
 from cli_helpers import run
 from model_helpers import llama
 from nonlinear_lowrank import SineLoraConfig, SineLowRankConfig, UserError, augment
@@ -19,8 +19,6 @@ from nonlinear_lowrank.hub import load_model, merging
 from nonlinear_lowrank.hub.loading import load_causal_adapter
 from nonlinear_lowrank.hub.merging import merge_adapter
 from rounding_helpers import assert_close_by_norm
-
-pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
 # Configs of adapters that change something from the start.
 LORA, SINE_LORA = partial(LoraConfig, init_lora_weights=False), partial(SineLoraConfig, init_lora_weights=False)

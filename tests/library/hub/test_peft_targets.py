@@ -7,10 +7,7 @@ import pytest
 import torch
 
 import nonlinear_lowrank as nlr
-from adapter_helpers import PEFT_WARNINGS
 from model_helpers import FAMILIES, batch
-
-pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
 NOBLE, QK_NORM = nlr.NobleConfig(rank=3), nlr.QKNormConfig()
 SOME = {"include": r".*layers\.0\..*"}

@@ -10,12 +10,9 @@ from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import nonlinear_lowrank as nlr
-from adapter_helpers import PEFT_WARNINGS
 from adapter_helpers import ROWS as ADAPTERS
 from model_helpers import gpt2, opt, randomised
 from op_helpers import COMPILED_ROWS, ROWS, assert_all_close
-
-pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
 rows = pytest.mark.parametrize("row", ROWS)
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}

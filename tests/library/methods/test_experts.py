@@ -16,7 +16,6 @@ from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlas
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import nonlinear_lowrank as nlr
-from adapter_helpers import PEFT_WARNINGS
 from family_checks import enlarge_branches, outputs, realigned, same
 from family_helpers import FAMILIES
 from nonlinear_lowrank import NobleConfig, UserError
@@ -386,7 +385,6 @@ def test_experts_have_rational_activations_of_their_own(name, others, late, tmp_
         activation(x)
 
 
-@pytest.mark.filterwarnings(*PEFT_WARNINGS)
 @pytest.mark.parametrize("rational", [False, True], ids=["plain base", "rational base"])
 @pytest.mark.parametrize(
     ("name", "tuning"),

@@ -11,12 +11,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers.pytorch_utils import Conv1D
 
 import nonlinear_lowrank as nlr
-from adapter_helpers import PEFT_WARNINGS
 from nonlinear_lowrank.methods.noble import NobleConv1D, NobleLinear
 from nonlinear_lowrank.methods.rational import RationalActivation
 from nonlinear_lowrank.methods.sine import SineLowRankLinear
-
-pytestmark = pytest.mark.filterwarnings(*PEFT_WARNINGS)
 
 WIDTH, TOKENS = 16, 20
 

@@ -13,7 +13,6 @@ from torch import nn
 import model_helpers
 import nonlinear_lowrank as nlr
 from activation_helpers import BERT_MLP, FOUND, LAYOUTS, SKIPPED, TEXT, inputs_of, two
-from adapter_helpers import PEFT_WARNINGS
 from nlr_lab.plan.inspect import inspect_model
 from nonlinear_lowrank import RationalActivation, RationalConfig, UserError
 from nonlinear_lowrank.surgery.augment import after_augment, apply_saved
@@ -227,7 +226,6 @@ def test_only_branches_can_be_disabled():
             assert torch.equal(model(**inputs).logits, before), "coefficients count as ever"
 
 
-@pytest.mark.filterwarnings(*PEFT_WARNINGS)
 def test_lora_and_nora_go_on_top_of_it_and_not_it_on_them():
     model = model_helpers.llama()
     augment(model)

@@ -24,7 +24,6 @@ def snapshot(model):
     return modules, {name: (id(value), value.tolist()) for name, value in model.named_parameters()}
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
 def test_auto_init_tells_a_loaded_config_from_a_loaded_model(tmp_path):
     family = type(FAMILIES["glm"]())
     FAMILIES["glm"]().save_pretrained(tmp_path)

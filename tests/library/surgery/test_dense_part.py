@@ -15,12 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GteConfig, GteForMaskedLM
 
 import nonlinear_lowrank as nlr
-from adapter_helpers import PEFT_WARNINGS
 from model_helpers import FAMILIES
 from nonlinear_lowrank import NobleConfig, NobleConv1D, NobleLinear
 from refusals import assert_refused
 
-pytestmark = [pytest.mark.filterwarnings(line) for line in PEFT_WARNINGS]
 CONFIGS = {"add": NobleConfig(rank=4), "biased": NobleConfig(rank=4, up_bias=True, output_scale=1.5)}
 WHOLE = StateDictOptions(full_state_dict=True)
 CONFIGS["gated"] = NobleConfig(rank=4, fusion="gated", activation="silu")

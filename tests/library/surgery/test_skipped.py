@@ -11,12 +11,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, JambaConfig, Qwen3MoeConfig, WavLMConfig, WavLMModel
 
 import nonlinear_lowrank as nlr
-from adapter_helpers import PEFT_WARNINGS
 from nlr_lab.plan.inspect import inspect_model
 from nonlinear_lowrank import NobleConfig, UserError
 from nonlinear_lowrank.analysis.cost import model_cost
 
-pytestmark = [pytest.mark.filterwarnings(line) for line in PEFT_WARNINGS]
 NOBLE = NobleConfig(rank=4)
 every_method = pytest.mark.parametrize(
     "config", [NOBLE, nlr.SineLowRankConfig(rank=4)], ids=lambda config: config.method
