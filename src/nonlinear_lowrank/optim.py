@@ -41,7 +41,8 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
     `augment` put in place is asked by its method; an adapter's layer by its own `parameter_roles()`, since it holds
     its parameters by adapter, one level deeper.
     """
-    heads = output_head_names(model)
+    inside: nn.Module = getattr(model, "get_base_model", lambda: model)()  # of peft's model, which hides the backbone
+    heads = {id(part) for name in output_head_names(inside) for part in inside.get_submodule(name).modules()}
     by_name: dict[str, Role] = {}
     named_by_parent: dict[str, Role] = {}
     for module_name, module in model.named_modules():
@@ -58,7 +59,7 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
                 role = named_by_parent[name]
             elif parameter.ndim < 2:
                 role = VECTOR
-            elif isinstance(module, nn.Embedding) or module_name in heads:
+            elif isinstance(module, nn.Embedding) or id(module) in heads:
                 role = EMBEDDING
             elif parameter.ndim == 2 and (is_linear(module) or method) and not projections(module):
                 role = DENSE

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import nonlinear_lowrank as nlr
@@ -86,6 +87,16 @@ def test_muon_gets_dense_matrices_only():
     matrices = {name for name, parameter in model.named_parameters() if parameter.ndim == 2}
     dense = {name for name in matrices if name.startswith("model.layers") and "noble" not in name}
     assert {name for name, group in groups.items() if group["optimizer"] == "muon"} == dense
+
+
+@pytest.mark.parametrize(("family", "head"), [("llama", "lm_head"), ("vit", "classifier")])
+def test_muon_leaves_a_head_that_peft_trains_to_adamw(family, head):
+    tuned = get_peft_model(FAMILIES[family](), LoraConfig(r=2, target_modules="all-linear", modules_to_save=[head]))
+    groups = by_name(nlr.param_groups(tuned, lr=1e-3, muon=True, verbose=False))
+    heads = {name: group["optimizer"] for name, group in groups.items() if "modules_to_save" in name}
+    assert heads
+    assert {*heads.values()} == {"adamw"}
+    assert {group["optimizer"] for name, group in groups.items() if "lora_A" in name} == {"muon"}
 
 
 def test_muon_adamw_learns_equals_its_parts_and_survives_a_state_dict():

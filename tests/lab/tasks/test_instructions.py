@@ -155,7 +155,9 @@ def test_a_template_without_marks_learns_the_last_answer(tokenizer):
         "{% for m in messages %}{{ m['role'] }} " + words + " {% endfor %}"
         "{% if add_generation_prompt %}assistant {% endif %}"
     )
-    assert encoded(tokenizer, CHAT)[1] == "very red [SEP]"
+    with pytest.warns(UserWarning, match="only a chat's last"):
+        assert encoded(tokenizer, CHAT)[1] == "very red [SEP]"
+    assert encoded(tokenizer, CHAT[:2])[1] == "sat on [SEP]"
     marked = "{% if m['role'] == 'assistant' %}{% generation %}" + words + "{% endgeneration %}{% else %}"
     tokenizer.chat_template = tokenizer.chat_template.replace(words, marked + words + "{% endif %}")
     assert encoded(tokenizer, CHAT)[1] == "sat on [SEP] very red [SEP]"

@@ -21,6 +21,7 @@ import functools
 import hashlib
 import itertools
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -297,8 +298,11 @@ def encode(tokenizer: Any, examples: Iterable[Example]) -> Iterator[tuple[np.nda
             made = apply(example.prompt, chat_template=template, return_assistant_tokens_mask=True)
             yield np.array(made["input_ids"], dtype=np.int32), np.array(made["assistant_masks"], dtype=bool)
             continue
-        else:  # a template that does not mark the answers: only the last one is learned
-            last = max(index for index, each in enumerate(example.prompt) if each["role"] == "assistant")
+        else:
+            *earlier, last = (index for index, each in enumerate(example.prompt) if each["role"] == "assistant")
+            if earlier:
+                fix = "mark them with {% generation %} in the template"
+                warnings.warn(f"the chat template marks no answers: only a chat's last is learned; {fix}", stacklevel=2)
             prompt = apply(example.prompt[:last], add_generation_prompt=True)["input_ids"]
             whole = apply(example.prompt[: last + 1])["input_ids"]
         # As trl does: the answer begins where the tokens of the prompt and those of the whole part.
