@@ -31,6 +31,8 @@ def find_model(path: str, *, adapters: bool = False) -> Path:
     if (folder / "recipe.json").exists():
         resume = f"nlr train ... --out {shlex.quote(path)} --resume"
         raise UserError(f"the run in {path} has not finished; resume with {resume}")
+    if (folder / "fit.json").exists():
+        raise UserError(f"{path} holds a fit, no transformers model; its scores are in result.json beside its pictures")
     raise UserError(f"no model in {path}: neither config.json nor model/config.json is there")
 
 

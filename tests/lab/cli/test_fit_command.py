@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cli_helpers import run, succeed
+from cli_helpers import refused, run, succeed
 from nlr_lab.fields.fit import Stepper, build
 from nlr_lab.fields.problem import FieldArm, FieldMethod
 from nlr_lab.recipes import RECIPES, get_recipe
@@ -53,6 +53,7 @@ def test_fit_leaves_pictures_scores_and_a_field(capsys, tmp_path):
     assert settings["problem"]["field"]["width"] == 16
     assert settings["method"]["omega"] == 40
     assert succeed(capsys, *command, "--resume") == text
+    assert "its scores are in result.json" in refused(capsys, "evaluate", out)
 
 
 def test_comparison_prints_its_table_and_fits_again_what_is_damaged(capsys, tmp_path):
