@@ -88,7 +88,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def shown_name(name: str) -> str:
-    """Return a name of the hub as it is, of a path its last part: a card goes to others."""
+    """Return a name of the hub as it is, of a path its last part or the model that it caches: a card goes to others."""
+    if cached := re.search(r"models--([^/\\]+)[/\\]snapshots[/\\]", name):
+        return cached[1].replace("--", "/")
     local = name.startswith(("/", ".", "~")) or Path(name).exists() or not _HUB_NAME.fullmatch(name)
     return PureWindowsPath(name).name if local else name  # which knows both kinds of slashes
 

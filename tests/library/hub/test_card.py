@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -90,6 +91,10 @@ def test_command_of_a_recipe_as_it_is_names_no_setting(name):
 
 def test_converting_writes_a_card(tmp_path, capsys):
     llama().save_pretrained(tmp_path / "plain")
+    cached = tmp_path / "models--org--tiny" / "snapshots" / "0a1b"
+    shutil.copytree(tmp_path / "plain", cached)
+    succeed(capsys, "convert", cached, tmp_path / "of-cache", "--rank", 3)
+    card_of(tmp_path / "of-cache", "# org/tiny with", "| base model | org/tiny |")
     (tmp_path / "plain" / "README.md").write_text("mine")
     succeed(capsys, "convert", tmp_path / "plain", tmp_path / "out", "--rank", 3)
     card_of(tmp_path / "out", "bit-equal", "| base model | plain |", "| rank | 3 |")
