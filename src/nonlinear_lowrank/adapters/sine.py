@@ -24,7 +24,8 @@ from torch.func import functional_call
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.matrix import Matrix, matrix_of
 from nonlinear_lowrank.ops.derivatives import transformed
-from nonlinear_lowrank.ops.precision import autocast_input, no_autocast, wide_dtype
+from nonlinear_lowrank.ops.plain import autocast_input, wide_dtype
+from nonlinear_lowrank.ops.precision import no_autocast
 from nonlinear_lowrank.ops.sine import (
     SineFactors,
     dora_norm,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nonlinear_lowrank.ops.kernels import exporting
+from nonlinear_lowrank.ops.plain import exporting
 
 Linear = Callable[[str, Tensor, Tensor, Tensor], Tensor]
 """(projection's name, x_SI, expert_S, ends_E) -> the experts' products with this projection, (S, O)."""

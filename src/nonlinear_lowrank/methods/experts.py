@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.ops.kernels import exporting
+from nonlinear_lowrank.ops.plain import exporting
 
 from . import expert_classes  # noqa: F401  # registers them
 from .expert_layouts import COMMON, Linear, Projection, layout_of, with_tensors_of_experts

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.ops.precision import wide_dtype
+from nonlinear_lowrank.ops.plain import wide_dtype
 from nonlinear_lowrank.surgery.split import SplitLinear
 from nonlinear_lowrank.validation import check_integer
 

@@ -15,7 +15,7 @@ from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
-from .kernels import exporting
+from .plain import exporting
 from .precision import no_autocast
 
 

@@ -90,14 +90,6 @@ def _usable(device: torch.device) -> bool:
     )
 
 
-def exporting() -> bool:
-    """Return whether `torch.export` is tracing.
-
-    `torch.compiler.is_exporting` says the same, except to the compiler of torch 2.11, which it always tells yes.
-    """
-    return torch.compiler._is_exporting_flag
-
-
 def as_one_op() -> bool:
     """Return whether torch.compile or selective activation checkpointing is watching.
 

@@ -2,19 +2,13 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .kernels import exporting
-
-
-def wide_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """Return float32, or float64 where a tensor is."""
-    wide = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
-    return torch.float64 if wide else torch.float32
+from .plain import exporting
 
 
 def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -23,20 +17,6 @@ def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     if device == "meta" or (exporting() and not torch.is_autocast_enabled(device)):
         return contextlib.nullcontext()  # an exported program would have a call in place of the block's formula
     return torch.autocast(device, enabled=False)
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the type that autocast gives a linear of this input, or None."""
-    device = x.device.type
-    if device == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
-
-
-def autocast_input(x: Tensor) -> Tensor:
-    """Return x in autocast's type: cast once, in front of an operator whose backward runs outside autocast."""
-    dtype = autocast_dtype(x)
-    return x if dtype is None else x.to(dtype)
 
 
 _PRECISION_LOCK = threading.Lock()
@@ -77,14 +57,3 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 def formula_product(left: Tensor, right: Tensor) -> Tensor:
     """Return `product` as part of a plain formula, which the compiler may trace."""
     return left @ right if torch.compiler.is_compiling() else product(left, right)
-
-
-def kept_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return what a module's `_apply` does to a tensor, without casts from float32 to a 16-bit type."""
-
-    def apply(tensor: Tensor) -> Tensor:
-        found = fn(tensor)
-        narrowed = found.dtype in (torch.bfloat16, torch.float16) and tensor.dtype == torch.float32
-        return tensor.to(found.device) if narrowed else found
-
-    return apply

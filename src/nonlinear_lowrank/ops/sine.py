@@ -34,7 +34,8 @@ from torch import Tensor
 from .derivatives import differentiated, formula_gradients, transformed
 from .kernels import as_one_op, custom_op, fake_gradients, filled, kernels, reshaped
 from .native import native
-from .precision import autocast_input, formula_product, no_autocast, product, wide_dtype
+from .plain import autocast_input, wide_dtype
+from .precision import formula_product, no_autocast, product
 
 Weight = Tensor | Callable[[], Tensor] | None
 Flat = Sequence[Tensor | None]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import conversion_mapping
 
 
@@ -156,22 +156,6 @@ def width_of(linear: Any) -> tuple[int, int]:
         shape: tuple[int, int] = linear.shape
         return shape
     return (linear.nx, linear.nf) if hasattr(linear, "nx") else (linear.in_features, linear.out_features)
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """Return it in float32 or wider."""
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-
-def keeping_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return what a module's `_apply` does to a tensor, without casts from float32 to a 16-bit type."""
-
-    def apply(tensor: Tensor) -> Tensor:
-        found = fn(tensor)
-        narrowed = found.dtype in (torch.bfloat16, torch.float16) and tensor.dtype == torch.float32
-        return tensor.to(found.device) if narrowed else found
-
-    return apply
 
 
 def register(config: Any, models: dict[Any, Any]) -> None:

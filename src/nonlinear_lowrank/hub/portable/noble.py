@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.pytorch_utils import Conv1D
 
-from .core import METHODS, Layer, replace, wide, width_of, with_state
+from nonlinear_lowrank.ops.plain import wide
+
+from .core import METHODS, Layer, replace, width_of, with_state
 
 NOBLE_ACTIVATIONS: dict[str, Any] = {
     "cosine": torch.cos,

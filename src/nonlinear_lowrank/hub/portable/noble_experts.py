@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from nonlinear_lowrank.methods.expert_layouts import Projection, grouped_product, layout_of
+from nonlinear_lowrank.ops.plain import wide
 
-from .core import Layer, wide
+from .core import Layer
 from .experts import SortedExperts, subclass_of, take_experts
 from .noble import NOBLE_ACTIVATIONS, draw_bias, draw_mix, noble_rank, noble_scale
 

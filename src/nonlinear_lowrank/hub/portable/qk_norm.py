@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .core import METHODS, Layer, replace, wide, width_of
+from nonlinear_lowrank.ops.plain import wide
+
+from .core import METHODS, Layer, replace, width_of
 
 
 class QKNormProjection(Layer, nn.Module):

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .core import METHODS, Layer, keeping_float32, wide
+from nonlinear_lowrank.ops.plain import kept_float32, wide
+
+from .core import METHODS, Layer
 
 RATIONAL_FITS: dict[Any, tuple[list[float], list[float]]] = {}
 """Numerator and denominator that stand for an activation, by (activation, form, degrees, range)."""
@@ -98,7 +100,7 @@ class RationalActivation(Layer, nn.Module):
         return (_polynomial(a, rows) / below).flatten(-2)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        return super()._apply(keeping_float32(fn), recurse)
+        return super()._apply(kept_float32(fn), recurse)
 
 
 def _polynomial(coefficients: Tensor, x: Tensor) -> Tensor:

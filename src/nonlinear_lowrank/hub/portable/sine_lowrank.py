@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .core import METHODS, Layer, keeping_float32, replace, width_of
+from nonlinear_lowrank.ops.plain import kept_float32
+
+from .core import METHODS, Layer, replace, width_of
 
 SINE_ACTIVATIONS: dict[str, Any] = {
     "sine": torch.sin,
@@ -58,7 +60,7 @@ class SineLowRankLinear(Layer, nn.Module):
         return sine_product(x, self.sine_up, self.sine_down, self.bias, self.sine)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        keep = keeping_float32(fn)
+        keep = kept_float32(fn)
         return super()._apply(lambda tensor: keep(tensor) if tensor.ndim == 2 else fn(tensor), recurse)
 
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from nonlinear_lowrank.methods.expert_layouts import Projection, grouped_product, layout_of, remove_weights
+from nonlinear_lowrank.ops.plain import kept_float32
 
-from .core import Layer, keeping_float32, with_state
+from .core import Layer, with_state
 from .experts import SortedExperts, take_experts
 from .sine_lowrank import draw_sine_factor, sine_weight
 
@@ -69,7 +70,7 @@ class SineExperts(Layer, SortedExperts):
         return gated
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        keep = keeping_float32(fn)
+        keep = kept_float32(fn)
         return super()._apply(lambda tensor: keep(tensor) if tensor.ndim == 3 else fn(tensor), recurse)
 
 

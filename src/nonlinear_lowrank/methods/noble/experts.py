@@ -37,11 +37,11 @@ from nonlinear_lowrank.methods.experts import (
     plain_linear,
     projections,
 )
-from nonlinear_lowrank.ops.kernels import exporting
+from nonlinear_lowrank.ops.plain import exporting, wide
 
 from .config import NobleConfig
 from .inits import draw_bias, draw_mix
-from .op import activation_function, wide
+from .op import activation_function
 
 _ENDS = ("in", "out")
 

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from nonlinear_lowrank.methods.matrix import is_hooked, replace_modules
 from nonlinear_lowrank.ops.native import native
+from nonlinear_lowrank.ops.plain import wide
 
 from .inputs import HandOff, input_groups
 from .layer import NobleConv1D, NobleLinear
-from .op import activation_function, wide
+from .op import activation_function
 
 
 class FusedNoble(nn.Module):

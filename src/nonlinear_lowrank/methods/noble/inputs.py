@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.attention import SEPARATE
-from nonlinear_lowrank.ops.precision import autocast_dtype
+from nonlinear_lowrank.ops.plain import autocast_dtype
 
 from .op import noble_linears
 

@@ -49,11 +49,12 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import AdapterArm, BranchLayer, Method, MultiplierLayer, Role, register
 from nonlinear_lowrank.methods.experts import active_experts, linear_shapes, projections
 from nonlinear_lowrank.methods.matrix import linear_shape
+from nonlinear_lowrank.ops.plain import wide
 
 from .config import NobleConfig
 from .experts import NobleExperts, branch_shapes
 from .inits import draw_bias, draw_mix, has_own_init, own_inits, zero_weights
-from .op import Branch, bottleneck, noble_branch, noble_linear, wide
+from .op import Branch, bottleneck, noble_branch, noble_linear
 
 if TYPE_CHECKING:
     from .inputs import NobleGroup, SharedDown

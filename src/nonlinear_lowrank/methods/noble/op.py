@@ -29,7 +29,7 @@ from torch import Tensor
 from nonlinear_lowrank.ops.derivatives import differentiated, formula_gradients, transformed
 from nonlinear_lowrank.ops.kernels import as_one_op, custom_op, fake_gradients, filled, kernels, processors, reshaped
 from nonlinear_lowrank.ops.native import native
-from nonlinear_lowrank.ops.precision import autocast_dtype
+from nonlinear_lowrank.ops.plain import autocast_dtype, wide
 
 Tensors = Sequence[Tensor | None]
 
@@ -99,11 +99,6 @@ class Branch(NamedTuple):
         """Return it with matrices of this type; frequencies and phases stay as they are."""
         down = None if self.down is None else self.down.to(dtype)
         return self._replace(down=down, up=self.up.to(dtype), mixes=[mix.to(dtype) for mix in self.mixes])
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """Return it in float32 or wider: phases of low-precision arguments lose the cosine entirely."""
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:

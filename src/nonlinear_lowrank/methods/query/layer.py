@@ -37,7 +37,7 @@ from transformers.pytorch_utils import Conv1D
 from nonlinear_lowrank.methods.attention import BY_HEAD, FUSED, LATENT, SEPARATE, holds_keys_and_values
 from nonlinear_lowrank.methods.base import Method, Role, register
 from nonlinear_lowrank.methods.matrix import linear_shape
-from nonlinear_lowrank.ops.precision import autocast_input, wide_dtype
+from nonlinear_lowrank.ops.plain import autocast_input, wide_dtype
 
 from .config import NonlinearQueryConfig
 from .layout import Layout, complete_layout, stated_layout

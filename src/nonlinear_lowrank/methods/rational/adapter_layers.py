@@ -35,7 +35,7 @@ from nonlinear_lowrank.adapters.sine import SineLinear
 from nonlinear_lowrank.adapters.weights import TensorLayer
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Role
-from nonlinear_lowrank.ops.precision import kept_float32, wide_dtype
+from nonlinear_lowrank.ops.plain import kept_float32, wide_dtype
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number, check_share
 
 from .fit import KINDS, RationalFit, check_range

@@ -29,7 +29,7 @@ from transformers import initialization as init
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import AdapterArm, Findings, Method, Role, Target, register
 from nonlinear_lowrank.methods.experts import by_expert
-from nonlinear_lowrank.ops.precision import kept_float32
+from nonlinear_lowrank.ops.plain import kept_float32
 from nonlinear_lowrank.validation import check_choice, check_integer
 
 from .fit import RationalFit, check_degrees, check_range, fit_rational, straight_tails

@@ -34,7 +34,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.ops.derivatives import differentiated, formula_gradients, transformed
 from nonlinear_lowrank.ops.kernels import custom_op, fake_gradients, filled, kernels, plain_rows, reshaped
 from nonlinear_lowrank.ops.native import native
-from nonlinear_lowrank.ops.precision import wide_dtype
+from nonlinear_lowrank.ops.plain import wide_dtype
 from nonlinear_lowrank.validation import check_choice
 
 from .reference import (

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.ops.precision import wide_dtype
+from nonlinear_lowrank.ops.plain import wide_dtype
 from nonlinear_lowrank.validation import check_choice
 
 _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)

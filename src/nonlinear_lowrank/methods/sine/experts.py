@@ -20,7 +20,7 @@ from transformers import initialization as init
 
 from nonlinear_lowrank.methods.expert_layouts import Projection, layout_of, remove_weights
 from nonlinear_lowrank.methods.experts import by_expert, expert_count, experts_forward, projections, with_state
-from nonlinear_lowrank.ops.precision import kept_float32
+from nonlinear_lowrank.ops.plain import kept_float32
 
 from .op import check_unrounded, lowrank_linear, lowrank_weight
 

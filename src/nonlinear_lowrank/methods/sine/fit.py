@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.ops.precision import wide_dtype
+from nonlinear_lowrank.ops.plain import wide_dtype
 
 _STARTS = (1.0, 0.5)  # amplitude, over the weight's root mean square
 _STEPS, _RATE = 100, 0.05

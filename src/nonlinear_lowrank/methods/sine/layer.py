@@ -40,7 +40,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import AdapterArm, Method, Role, register
 from nonlinear_lowrank.methods.experts import active_experts, linear_shapes, projections
 from nonlinear_lowrank.methods.matrix import is_hooked, linear_shape, replace_modules
-from nonlinear_lowrank.ops.precision import kept_float32
+from nonlinear_lowrank.ops.plain import kept_float32
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number
 
 from .experts import SineExperts

@@ -30,7 +30,8 @@ from torch import Tensor
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.ops.derivatives import differentiated, formula_gradients, transformed
 from nonlinear_lowrank.ops.kernels import as_one_op, custom_op, fake_gradients, filled, reshaped
-from nonlinear_lowrank.ops.precision import autocast_input, no_autocast, product, wide_dtype
+from nonlinear_lowrank.ops.plain import autocast_input, wide_dtype
+from nonlinear_lowrank.ops.precision import no_autocast, product
 from nonlinear_lowrank.ops.sine import (
     Delta,
     SineFactors,

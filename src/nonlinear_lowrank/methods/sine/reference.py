@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nonlinear_lowrank.ops.precision import formula_product, no_autocast, wide_dtype
+from nonlinear_lowrank.ops.plain import wide_dtype
+from nonlinear_lowrank.ops.precision import formula_product, no_autocast
 from nonlinear_lowrank.ops.sine import SineFactors, sine_sum_reference
 
 
