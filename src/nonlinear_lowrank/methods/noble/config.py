@@ -7,6 +7,8 @@ from typing import Any, ClassVar, Literal, get_args
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number, check_share
 
+from .branch import BranchSettings
+
 _HIGHEST_POWER = 10  # of d / r in a learning rate, which stays finite up to it
 Activation = Literal["cosine", "tanh", "leaky_relu", "gelu", "silu"]
 Init = Literal["auto", "scratch", "pretrained"]
@@ -16,7 +18,7 @@ ExpertDown = Literal["own", "shared"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class NobleConfig:
+class NobleConfig(BranchSettings):
     """Settings of NOBLE branches.
 
     Raises:
@@ -140,29 +142,7 @@ class NobleConfig:
         rates = {"up_lr_power": 0.4, "mix_lr_power": 0.0, "frequency_lr": 2.0, "phase_lr": 4.0}
         return cls(**{"rank": 32, "bottleneck_bias": True, "mix_scale": 0.5, **rates, **changes})
 
-    def rank_of(self, d_in: int, d_out: int) -> int:
-        """Return r of a layer d_in -> d_out."""
-        return self.rank if self.rank_ratio is None else max(1, int(min(d_in, d_out) * self.rank_ratio))
-
-    def shapes(self, d_in: int, d_out: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the branch's tensors beside a linear d_in -> d_out, by the ends of their names."""
-        r = self.rank_of(d_in, d_out)
-        found: dict[str, tuple[int, ...]] = {"down": (r, d_in), "up": (d_out, r)}
-        found |= {f"mix{k}": (r, r) for k in range(1, self.depth)}
-        for k in range(1, self.depth + 1) if self.activation == "cosine" else ():
-            found |= {f"frequency{k}": (r,), f"phase{k}": (r,)}
-            found |= {f"bias{k}": (r,)} if self.bottleneck_bias else {}
-        found |= {"up_bias": (d_out,)} if self.up_bias else {}
-        return found | ({"fusion": (1,)} if self.fusion == "gated" else {})
-
     def check_rank(self, d_in: int, d_out: int) -> str | None:
         """Return why a linear d_in -> d_out has no branch of this rank, or None."""
         rank = self.rank_of(d_in, d_out)
         return None if rank < min(d_in, d_out) else f"rank {rank} is not low for {d_in} -> {d_out}"
-
-    @property
-    def scale(self) -> float:
-        """The factor of the layer's output."""
-        if self.output_scale is not None:
-            return self.output_scale
-        return 2.0 if self.fusion == "gated" and self.init == "pretrained" else 1.0

@@ -39,9 +39,8 @@ from nonlinear_lowrank.methods.experts import (
 )
 from nonlinear_lowrank.ops.plain import exporting, wide
 
+from .branch import BRANCH_ACTIVATIONS, draw_branch, draw_up, joined
 from .config import NobleConfig
-from .inits import draw_bias, draw_mix
-from .op import activation_function
 
 _ENDS = ("in", "out")
 
@@ -85,17 +84,11 @@ class NobleExperts(MultiplierLayer, ExpertsLayer):
         """Draw the branches' tensors only."""
         config = self.noble_config
         for end, each in self.ends():
-            init.normal_(self._own(end, "down"), std=each.d_in**-0.5)
-            for k in range(1, config.depth):
-                draw_mix(self._own(end, f"mix{k}"), config.mix_scale)
-            for k in range(1, config.depth + 1) if config.activation == "cosine" else ():
-                init.uniform_(self._own(end, f"frequency{k}"), *config.frequency_range)
-                init.normal_(self._own(end, f"phase{k}"), std=config.phase_std)
-                if config.bottleneck_bias:
-                    draw_bias(self._own(end, f"bias{k}"), k)
-            for zero in ("up_bias", "fusion"):
-                if (tensor := getattr(self, f"noble_{end}_{zero}", None)) is not None:
-                    init.zeros_(tensor)
+            draw_branch(
+                {name: self._own(end, name) for name in config.shapes(each.d_in, each.d_out) if name != "up"},
+                config,
+                each.d_in,
+            )
         if config.init == "pretrained":
             for end, _ in self.ends():
                 init.zeros_(self._own(end, "up"))
@@ -105,8 +98,7 @@ class NobleExperts(MultiplierLayer, ExpertsLayer):
     def draw_up(self) -> None:
         """Draw the up projections as in a model from scratch."""
         for end, _ in self.ends():
-            up = self._own(end, "up")
-            init.normal_(up, std=self.noble_config.up_scale / up.shape[-1] ** 0.5)
+            draw_up(self._own(end, "up"), self.noble_config)
 
     def _own(self, end: str, name: str) -> Tensor:
         tensor: Tensor = getattr(self, f"noble_{end}_{name}")
@@ -144,12 +136,9 @@ class NobleExperts(MultiplierLayer, ExpertsLayer):
         added_SO = grouped_product(u_SR, self._own(end, "up").transpose(1, 2), ends_E)
         if config.up_bias:
             added_SO = added_SO + self._own(end, "up_bias")[expert_S]
-        if config.fusion == "gated":
-            gate_S1 = torch.sigmoid(self._own(end, "fusion"))[expert_S, None].to(y_SO.dtype)
-            y_SO = gate_S1 * y_SO + (1 - gate_S1) * added_SO
-        else:
-            y_SO = y_SO + added_SO
-        return y_SO if config.scale == 1 else y_SO * config.scale
+        gated = config.fusion == "gated"
+        gate_S1 = torch.sigmoid(self._own(end, "fusion"))[expert_S, None] if gated else None
+        return joined(y_SO, added_SO, gate_S1, config.scale)
 
 
 def branch_shapes(experts: Any, config: NobleConfig) -> dict[str, tuple[int, ...]]:
@@ -157,9 +146,7 @@ def branch_shapes(experts: Any, config: NobleConfig) -> dict[str, tuple[int, ...
     count = expert_count(experts)
     shapes: dict[str, tuple[int, ...]] = {}
     for end, each in zip(_ENDS, projections(experts), strict=False):
-        own = {name: (count, *shape) for name, shape in config.shapes(each.d_in, each.d_out).items()}
-        own |= {"down": own["down"][1:]} if config.expert_down == "shared" else {}
-        own |= {"fusion": (count,)} if config.fusion == "gated" else {}
+        own = config.shapes_of_experts(count, each.d_in, each.d_out)
         shapes |= {f"noble_{end}_{name}": shape for name, shape in own.items()}
     return shapes
 
@@ -174,7 +161,7 @@ def bottlenecks(h_SR: Tensor, expert_S: Tensor, ends_E: Tensor, activation: str,
         activation: one of `config.Activation`.
         inner: n - 1 mixes (E, r, r), and for "cosine" n frequencies and n phases (E, r).
     """
-    function, cosine = activation_function(activation), activation == "cosine"
+    function, cosine = BRANCH_ACTIVATIONS[activation], activation == "cosine"
     depth = (len(inner) + 1) // 3 if cosine else len(inner) + 1
     mixes, frequencies, phases = inner[: depth - 1], inner[depth - 1 : 2 * depth - 1], inner[2 * depth - 1 :]
     u_SR = h_SR

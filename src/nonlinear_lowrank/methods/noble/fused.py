@@ -20,9 +20,9 @@ from nonlinear_lowrank.methods.matrix import is_hooked, replace_modules
 from nonlinear_lowrank.ops.native import native
 from nonlinear_lowrank.ops.plain import wide
 
+from .branch import BRANCH_ACTIVATIONS
 from .inputs import HandOff, input_groups
 from .layer import NobleConv1D, NobleLinear
-from .op import activation_function
 
 
 class FusedNoble(nn.Module):
@@ -41,7 +41,7 @@ class FusedNoble(nn.Module):
         super().__init__()
         first = layers[0]
         self.rank, self.scale, self.depth = first.noble_rank, first.noble_config.scale, first.noble_config.depth
-        self.activation = activation_function(first.noble_config.activation)
+        self.activation = BRANCH_ACTIVATIONS[first.noble_config.activation]
         self.cosine = first.noble_config.activation == "cosine" and first.noble_config.fusion == "add"
         self.widths = [layer.noble_shape[1] for layer in layers]
         self.shared = len(layers) > 1

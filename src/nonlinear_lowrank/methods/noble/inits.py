@@ -1,20 +1,20 @@
-"""Draws of a branch's tensors, and linears that keep a model's own draw when the others get the paper's init.
+"""Linears that keep a model's own draw when the others get the paper's init.
 
 A residual projection scaled down by the depth (GPT-2, ModernBERT), T5's queries, whose attention has no scale, gates
 that start at zero (xLSTM), biases that are not zero. Found by what was drawn: most weights of a model have one standard
 deviation, or one that falls with the square root of a width.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import initialization as init
 
 from nonlinear_lowrank.methods.matrix import linear_shape
+
+from .branch import folded
 
 _LAWS: Sequence[Callable[[int, int], float]] = (
     lambda d_in, d_out: 1.0,
@@ -23,28 +23,6 @@ _LAWS: Sequence[Callable[[int, int], float]] = (
     lambda d_in, d_out: d_out**-0.5,
 )
 _NEAR = 0.25  # of a standard deviation's law; that of 256 numbers is off by 0.04
-
-
-def draw_mix(mix: Tensor, scale: float | None) -> None:
-    """Draw mixing matrices (..., r, r): N(0, (scale / sqrt(r))^2), or Xavier uniform, with the fans of one."""
-    r = mix.shape[-1]
-    if scale is not None:
-        init.normal_(mix, std=scale / r**0.5)
-    elif mix.ndim == 2:
-        init.xavier_uniform_(mix)
-    else:
-        init.uniform_(mix, -((3 / r) ** 0.5), (3 / r) ** 0.5)
-
-
-def draw_bias(bias: Tensor, k: int) -> None:
-    """Draw biases (..., r) before the k-th activation: the first zero, others U(-1, 1) / sqrt(r)."""
-    bound = 0.0 if k == 1 else bias.shape[-1] ** -0.5
-    init.uniform_(bias, -bound, bound)
-
-
-def folded(name: str) -> str:
-    """Return a module's name without the numbers of layers."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def own_inits(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
@@ -66,12 +44,6 @@ def own_inits(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
     drawn = [name for name, of in with_bias.items() if any(each.bias.any() for each in of)]
     biases = drawn if 2 * len(drawn) < len(with_bias) else []
     return (*(f"{name}.weight" for name in stds if name not in usual), *(f"{name}.bias" for name in biases))
-
-
-def has_own_init(name: str, tensor: str, own: Iterable[str]) -> bool:
-    """Return whether a linear's "weight" or "bias" is among `own_inits`; a head's prefix may be there or not."""
-    ours = f".{folded(name)}.{tensor}"
-    return any(ours.endswith(f".{folded(each)}") or f".{folded(each)}".endswith(ours) for each in own)
 
 
 def zero_weights(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:

@@ -51,9 +51,10 @@ from nonlinear_lowrank.methods.experts import active_experts, linear_shapes, pro
 from nonlinear_lowrank.methods.matrix import linear_shape
 from nonlinear_lowrank.ops.plain import wide
 
+from .branch import draw_branch, draw_up, has_own_init, joined
 from .config import NobleConfig
 from .experts import NobleExperts, branch_shapes
-from .inits import draw_bias, draw_mix, has_own_init, own_inits, zero_weights
+from .inits import own_inits, zero_weights
 from .op import Branch, bottleneck, noble_branch, noble_linear
 
 if TYPE_CHECKING:
@@ -122,27 +123,12 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
 
     def reset_branch_parameters(self) -> None:
         """Draw the branch's tensors only."""
-        config, branch = self.noble_config, self.branch()
-        if branch.down is not None:
-            init.normal_(branch.down, std=self.noble_shape[0] ** -0.5)
-        if config.init == "pretrained":
-            init.zeros_(self.noble_up)
-        else:
-            self.draw_up()
-        for mix in branch.mixes:
-            draw_mix(mix, config.mix_scale)
-        for k, frequency in enumerate(branch.frequencies, 1):
-            init.uniform_(frequency, *config.frequency_range)
-            init.normal_(getattr(self, f"noble_phase{k}"), std=config.phase_std)
-            if config.bottleneck_bias:
-                draw_bias(getattr(self, f"noble_bias{k}"), k)
-        for zero in (self.noble_up_bias, self.noble_fusion):
-            if zero is not None:
-                init.zeros_(zero)
+        tensors = {name: getattr(self, f"noble_{name}") for name in self.noble_config.shapes(*self.noble_shape)}
+        draw_branch(tensors, self.noble_config, self.noble_shape[0])
 
     def draw_up(self) -> None:
         """Draw the up projection as in a model from scratch."""
-        init.normal_(self.noble_up, std=self.noble_config.up_scale / self.noble_rank**0.5)
+        draw_up(self.noble_up, self.noble_config)
 
     def _replicate_for_data_parallel(self) -> Any:
         if self.noble_shared is not None or self.noble_group is not None:  # the copies would find the originals
@@ -190,13 +176,8 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
         if self.noble_up_bias is not None:
             added = added + self.noble_up_bias.to(added.dtype)
         y = self.dense(given) if weight is None else F.linear(x, weight, self.bias)
-        added = added.to(y.dtype)
-        if self.noble_fusion is None:
-            y = y + added
-        else:
-            gate = torch.sigmoid(self.noble_fusion).to(y.dtype)
-            y = gate * y + (1 - gate) * added
-        return y if config.scale == 1 else y * config.scale
+        gate = None if self.noble_fusion is None else torch.sigmoid(self.noble_fusion)
+        return joined(y, added, gate, config.scale)
 
     def extra_repr(self) -> str:
         """Return what print(model) shows."""

@@ -31,6 +31,8 @@ from nonlinear_lowrank.ops.kernels import as_one_op, custom_op, fake_gradients, 
 from nonlinear_lowrank.ops.native import native
 from nonlinear_lowrank.ops.plain import autocast_dtype, wide
 
+from .branch import BRANCH_ACTIVATIONS, LEAKY_SLOPE
+
 Tensors = Sequence[Tensor | None]
 
 JOIN_UP: bool | None = None
@@ -50,16 +52,9 @@ FUSED_DOWN_RANK = 128
 TILE = 64  # tokens of a program of the kernels
 
 
-_SLOPE = 0.01  # of leaky_relu
-_PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
-    "tanh": torch.tanh,
-    "leaky_relu": lambda z: F.leaky_relu(z, _SLOPE),
-    "gelu": F.gelu,
-    "silu": F.silu,
-}
 _GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "tanh": lambda du, z: torch.ops.aten.tanh_backward(du, torch.tanh(z)),
-    "leaky_relu": lambda du, z: torch.ops.aten.leaky_relu_backward(du, z, _SLOPE, False),
+    "leaky_relu": lambda du, z: torch.ops.aten.leaky_relu_backward(du, z, LEAKY_SLOPE, False),
     "gelu": torch.ops.aten.gelu_backward,
     "silu": torch.ops.aten.silu_backward,
 }
@@ -101,11 +96,6 @@ class Branch(NamedTuple):
         return self._replace(down=down, up=self.up.to(dtype), mixes=[mix.to(dtype) for mix in self.mixes])
 
 
-def activation_function(name: str) -> Callable[[Tensor], Tensor]:
-    """Return a nonlinearity of `config.Activation` as a function of its argument."""
-    return torch.cos if name == "cosine" else _PLAIN[name]
-
-
 def _argument(z: Tensor, branch: Branch, layer: int) -> Tensor:
     """Return what an activation is given, float32 or wider; a new tensor for the cosine."""
     if branch.activation == "cosine":
@@ -118,7 +108,7 @@ def bottleneck(h: Tensor, branch: Branch) -> Tensor:
 
     Source: noble.txt, equation (2) and appendix A (5)-(7); other activations: Table 5.
     """
-    function = activation_function(branch.activation)
+    function = BRANCH_ACTIVATIONS[branch.activation]
     if branch.activation == "cosine" and not (torch.is_grad_enabled() or torch.jit.is_tracing()):
         function = torch.cos_  # on r-wide tensors memory is the cost
     u = h
@@ -364,7 +354,7 @@ def _bottleneck_backward(h_TR: Tensor, du_TR: Tensor, branch: Branch) -> tuple[T
     """Return u (recomputed), the gradient of h, and those of mixes, frequencies and phases in one list."""
     if (kernel := _kernel(h_TR, h_TR.shape[-1], branch)) is not None:
         return kernel.backward(h_TR, du_TR, branch)
-    function, cosine = activation_function(branch.activation), branch.activation == "cosine"
+    function, cosine = BRANCH_ACTIVATIONS[branch.activation], branch.activation == "cosine"
     inputs, arguments, outputs = [], [], []  # of each activation, (T, r)
     u = h_TR
     for layer in range(len(branch.mixes) + 1):
