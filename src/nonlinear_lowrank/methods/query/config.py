@@ -6,6 +6,8 @@ from typing import ClassVar, Literal, get_args
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number
 
+from .formula import QuerySettings
+
 Kind = Literal["nonlinear", "linear", "full_rank", "identity"]
 Residual = Literal["identity", "linear"]
 Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "tanh"]
@@ -16,7 +18,7 @@ _OF_BOTTLENECK = ("rank", "residual", "activation", "in_norm", "out_norm", "out_
 
 
 @dataclass(frozen=True, kw_only=True)
-class NonlinearQueryConfig:
+class NonlinearQueryConfig(QuerySettings):
     """Settings of nonlinear queries.
 
     Raises:
@@ -81,12 +83,3 @@ class NonlinearQueryConfig:
         for name in names:
             if (value := getattr(self, name)) != defaults[name]:
                 raise UserError(f"{name}={value} does nothing for {where}; omit it")
-
-    @property
-    def has_bottleneck(self) -> bool:
-        """True where f has W1 and W2."""
-        return self.kind in ("nonlinear", "linear")
-
-    def rank_for(self, width: int, queries: int) -> int:
-        """Return r at a model width d and queries of width q."""
-        return max(1, width * queries // (width + queries)) if self.rank is None else self.rank

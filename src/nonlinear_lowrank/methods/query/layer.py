@@ -24,35 +24,23 @@ that is the published method, and it has no weights, where a learned map would b
 out norm runs over all q, so the query cannot be split by heads over devices.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import initialization as init
 from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.methods.attention import BY_HEAD, FUSED, LATENT, SEPARATE, holds_keys_and_values
 from nonlinear_lowrank.methods.base import Method, Role, register
 from nonlinear_lowrank.methods.matrix import linear_shape
-from nonlinear_lowrank.ops.plain import autocast_input, wide_dtype
 
 from .config import NonlinearQueryConfig
-from .layout import Layout, complete_layout, stated_layout
-
-_LAYER_EPS = 1e-5
-_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "silu": F.silu,
-    "relu": F.relu,
-    "tanh": torch.tanh,
-}
+from .formula import QKVFormula, QueryFormula, QueryLayout
+from .layout import complete_layout, stated_layout
 
 
-class NonlinearQuery(nn.Module):
+class NonlinearQuery(QueryFormula):
     """The query of `Q(x) = (x + f(x)) / 2`: (..., d) -> (..., q).
 
     `width` is d, `queries` is q (default: d), and `bias` says whether the linear residual has one. Its tensors are
@@ -61,11 +49,6 @@ class NonlinearQuery(nn.Module):
 
     Source: nonlinear_queries.md, "Core Formula" and "Structure of f".
     """
-
-    query_down: nn.Parameter
-    query_up: nn.Parameter
-    query_weight: nn.Parameter
-    query_bias: nn.Parameter
 
     def __init__(
         self,
@@ -81,94 +64,9 @@ class NonlinearQuery(nn.Module):
         self.width, self.queries, self.query_config = width, width if queries is None else queries, config
         self.linear_shape = (width, self.queries)
         self.replaced_bias = self.has_model_values = False
-        for name, shape in self._shapes(bias).items():
+        for name, shape in self.shapes(bias).items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self.reset_parameters()
-
-    def _shapes(self, bias: bool) -> dict[str, tuple[int, ...]]:
-        config, d, q = self.query_config, self.width, self.queries
-        shapes: dict[str, tuple[int, ...]] = {}
-        if config.has_bottleneck:
-            r = config.rank_for(d, q)
-            shapes = {"query_norm_weight": (d,)} if config.in_norm != "none" else {}
-            shapes |= {"query_down": (r, d), "query_up": (q, r)}
-            shapes |= {"query_out_weight": (q,)} if config.out_norm != "none" else {}
-            shapes |= {"query_out_bias": (q,)} if config.out_norm == "layer" and config.out_bias else {}
-        if config.kind == "full_rank" or config.residual == "linear":
-            shapes["query_weight"] = (q, d)
-        if config.residual == "linear" and bias:
-            shapes["query_bias"] = (q,)
-        return shapes
-
-    def take(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Take the model's own rows, as far as the layer keeps them; the next `reset_parameters` does not draw those.
-
-        With a linear residual these are (q, d) and (q): divided by the scale, they start at the model's own query.
-        """
-        self.has_model_values = not weight.is_meta
-        if self.query_config.residual == "linear":
-            self.query_weight = nn.Parameter(weight.detach() / self.query_config.scale)
-            if bias is not None:
-                self.query_bias = nn.Parameter(bias.detach() / self.query_config.scale)
-
-    def reset_parameters(self) -> None:
-        """Draw this file's table; what the layer took of the model stays, once."""
-        kept, self.has_model_values = self.has_model_values, False
-        self._draw(kept)
-
-    @torch.no_grad()
-    def _draw(self, kept: bool) -> None:
-        config = self.query_config
-        linear = config.residual == "linear"
-        # Beside a linear residual f starts at zero.
-        off = ("query_up" if config.out_norm == "none" else "query_out_weight") if linear else ""
-        for name, parameter in self.named_parameters(recurse=False):
-            if name in (off, "query_out_bias") or (name == "query_bias" and not kept):
-                init.zeros_(parameter)
-            elif name in ("query_norm_weight", "query_out_weight"):
-                init.ones_(parameter)
-            elif name in ("query_down", "query_up"):
-                init.normal_(parameter, std=config.init_std)
-            elif name == "query_weight" and not (linear and kept):
-                init.normal_(parameter, std=config.init_std / (config.scale if linear else 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., d) -> (..., q), in the type that a linear would give."""
-        config = self.query_config
-        if config.kind == "identity":
-            return autocast_input(self._around(x))
-        wide = x.to(wide_dtype(x))
-        if config.kind == "full_rank":
-            mapped = F.linear(x, self.query_weight)
-            out = mapped.to(wide.dtype)
-        else:
-            normed = self._normed(wide, config.in_norm, "query_norm_weight")
-            hidden = F.linear(normed.to(x.dtype), self.query_down)
-            if config.kind == "nonlinear":
-                hidden = _ACTIVATIONS[config.activation](hidden)
-            mapped = F.linear(hidden, self.query_up)
-            out = self._normed(mapped.to(wide.dtype), config.out_norm, "query_out_weight", "query_out_bias")
-        if config.residual == "linear":
-            residual = F.linear(x, self.query_weight, getattr(self, "query_bias", None)).to(wide.dtype)
-        else:
-            residual = self._around(wide)
-        return ((residual + out) * config.scale).to(mapped.dtype)
-
-    def _around(self, x: Tensor) -> Tensor:
-        """(..., d) -> (..., q): channel j is channel j mod d of x."""
-        if self.queries == self.width:
-            return x
-        return x.repeat(*[1] * (x.ndim - 1), -(-self.queries // self.width))[..., : self.queries]
-
-    def _normed(self, x: Tensor, norm: str, weight: str, bias: str = "") -> Tensor:
-        """Norm the last dimension by parameters of these names, where the layer has them."""
-        if norm == "none":
-            return x
-        scale: Tensor = getattr(self, weight)  # may be computed, as by a parametrization
-        if norm == "rms":
-            return F.rms_norm(x, scale.shape, scale.to(x.dtype), self.query_config.rms_eps)
-        shift = getattr(self, bias, None)
-        return F.layer_norm(x, scale.shape, scale.to(x.dtype), None if shift is None else shift.to(x.dtype), _LAYER_EPS)
 
     def extra_repr(self) -> str:
         """Return what print(model) shows."""
@@ -179,14 +77,11 @@ class NonlinearQuery(nn.Module):
         return f"{shape}, {config.kind}{rank}{scale}" + (", linear residual" if config.residual == "linear" else "")
 
 
-class NonlinearQKV(NonlinearQuery):
+class NonlinearQKV(QKVFormula, NonlinearQuery):
     """A fused projection whose query is nonlinear: (..., d) -> (..., q + 2v), laid out as the model's own.
 
     `width` is d, `others` 2v, `queries` q (default: d) and `groups` that of the rows; `bias` says whether there is one.
     """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -202,33 +97,12 @@ class NonlinearQKV(NonlinearQuery):
     ) -> None:
         self.others = others
         super().__init__(width, queries, bias, config=config, device=device, dtype=dtype)
-        self.layout = Layout(self.queries, others, groups)
+        self.layout = QueryLayout(self.queries, others, groups)
         self.linear_shape = (width, self.queries + others)
         self.weight = nn.Parameter(torch.empty(others, width, device=device, dtype=dtype))
         held = nn.Parameter(torch.empty(others, device=device, dtype=dtype)) if bias else None
         self.register_parameter("bias", held)
         self.reset_parameters()
-
-    def take(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Take the model's rows, (q + 2v, d) and (q + 2v), as far as the layer keeps them."""
-        queries, others = self.layout.split(weight)
-        query_bias, other_bias = (None, None) if bias is None else self.layout.split(bias)
-        super().take(queries, query_bias)
-        self.weight = nn.Parameter(others.detach().clone())
-        self.bias = None if other_bias is None else nn.Parameter(other_bias.detach().clone())
-
-    @torch.no_grad()
-    def _draw(self, kept: bool) -> None:
-        super()._draw(kept)
-        if "weight" in self._parameters and not kept:  # not yet, called by the base's constructor
-            init.normal_(self.weight, std=self.query_config.init_std)
-            if self.bias is not None:
-                init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., d) -> (..., q + 2v)."""
-        others = F.linear(x, self.weight, self.bias)
-        return self.layout.join(super().forward(x).to(others.dtype), others)
 
     def extra_repr(self) -> str:
         """Return what print(model) shows."""

@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.attention import (
@@ -22,6 +20,7 @@ from nonlinear_lowrank.methods.attention import (
 from nonlinear_lowrank.methods.matrix import linear_shape
 
 from .config import NonlinearQueryConfig
+from .formula import QueryLayout
 
 _SINGLE = (*SEPARATE, *LATENT, *KEYS, *VALUES)
 """Names of projections of one kind, all of whose rows are replaced."""
@@ -30,38 +29,17 @@ _HOLDING = (*FUSED, BY_HEAD)
 _GIVE = "give NonlinearQueryConfig(query_width=..., query_groups=...), or leave it out with exclude="
 
 
-class Layout(NamedTuple):
-    """Rows of a projection: `groups` times a share of the queries, then of the others (keys and values, or a gate)."""
-
-    queries: int
-    others: int = 0
-    groups: int = 1
-
-    def split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """(q + others, ...) -> (q, ...), (others, ...)."""
-        each = rows.unflatten(0, (self.groups, -1))
-        queries = self.queries // self.groups
-        return each[:, :queries].flatten(0, 1), each[:, queries:].flatten(0, 1)
-
-    def join(self, queries: Tensor, others: Tensor) -> Tensor:
-        """(..., q), (..., others) -> (..., q + others), where the model looks for them."""
-        if self.groups == 1:
-            return torch.cat([queries, others], dim=-1)
-        parts = [each.unflatten(-1, (self.groups, -1)) for each in (queries, others)]
-        return torch.cat(parts, dim=-1).flatten(-2)
-
-
-def stated_layout(name: str, module: nn.Module, config: NonlinearQueryConfig) -> Layout:
+def stated_layout(name: str, module: nn.Module, config: NonlinearQueryConfig) -> QueryLayout:
     """Return the layout by name, shape and config, which is all that a saved model has; UserError where none fits."""
     d_in, d_out = linear_shape(module)
     own = name.rpartition(".")[2]
     twice = config.query_width is not None and d_out == 2 * config.query_width
     if (own in _SINGLE and not twice) or (d_out <= d_in and config.query_width is None and own not in _HOLDING):
-        return Layout(d_out)
+        return QueryLayout(d_out)
     return _fitting(name, d_in, d_out, config.query_width or d_in, config.query_groups or 1)
 
 
-def found_layout(name: str, module: nn.Module, parent: nn.Module, config: NonlinearQueryConfig) -> Layout:
+def found_layout(name: str, module: nn.Module, parent: nn.Module, config: NonlinearQueryConfig) -> QueryLayout:
     """Return the layout that the attention around a projection says; UserError where it does not, or there is none."""
     d_in, d_out = linear_shape(module)
     own = name.rpartition(".")[2]
@@ -90,16 +68,16 @@ def found_layout(name: str, module: nn.Module, parent: nn.Module, config: Nonlin
     return _fitting(name, d_in, d_out, heads * head, groups)
 
 
-def _fitting(name: str, d_in: int, d_out: int, queries: int, groups: int) -> Layout:
+def _fitting(name: str, d_in: int, d_out: int, queries: int, groups: int) -> QueryLayout:
     others = d_out - queries
     if others == 0 and groups == 1 and name.rpartition(".")[2] not in _HOLDING:
-        return Layout(queries)
+        return QueryLayout(queries)
     if others <= 0 or others % (2 * groups) or queries % groups:
         raise UserError(
             f"{name} is {d_in} -> {d_out}, which is not queries of width {queries}, then as many keys as values, in "
             f"{groups} equal {'groups' if groups > 1 else 'group'}: {_GIVE}"
         )
-    return Layout(queries, others, groups)
+    return QueryLayout(queries, others, groups)
 
 
 def complete_layout(
@@ -129,7 +107,7 @@ def complete_layout(
     return config
 
 
-def _says(name: str, module: nn.Module, config: NonlinearQueryConfig, layout: Layout) -> bool:
+def _says(name: str, module: nn.Module, config: NonlinearQueryConfig, layout: QueryLayout) -> bool:
     try:
         return stated_layout(name, module, config) == layout
     except UserError:
