@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.attention import BY_HEAD, FUSED, KEYS, SEPARATE
+from nonlinear_lowrank.methods.names import BY_HEAD, FUSED, KEYS, SEPARATE
 from nonlinear_lowrank.surgery.attention import unfused
 from nonlinear_lowrank.surgery.split import split_linears
 from nonlinear_lowrank.surgery.targets import dense_parts, output_head_names

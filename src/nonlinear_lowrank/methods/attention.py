@@ -6,21 +6,10 @@ from torch import nn
 
 from .experts import first_integer
 from .matrix import linear_shape
+from .names import BY_HEAD, FUSED
 
-SEPARATE = ("q_proj", "query", "query_proj", "q_lin", "q_linear", "linear_q", "to_q", "wq", "q", "q_attn")
-"""Names of query projections."""
-KEYS = ("k_proj", "key", "key_proj", "k_lin", "k_linear", "linear_k", "to_k", "wk", "k")
-"""Names of key projections."""
-VALUES = ("v_proj", "value", "value_proj", "v_lin", "v_linear", "linear_v", "to_v", "wv", "v")
-"""Names of value projections."""
-LATENT = ("q_b_proj",)
-"""Names of projections from a latent, narrower than the model, to queries (DeepSeek's latent attention)."""
-FUSED = ("c_attn", "qkv", "qkv_proj", "qkv_linear", "Wqkv")
-"""Names of projections whose rows are q, k and v, one after another."""
 MIXED = "mixes rows of q, k and v, without a block of queries; leave it out with exclude="
 QUERY_BESIDE = "holds keys and values only, and the query is beside it; leave it out with exclude="
-BY_HEAD = "query_key_value"
-"""A fused projection whose rows are q, k and v of one head after another."""
 _BY_HEAD_IN = ("GPTNeoX", "Bloom", "Persimmon", "MiniMaxLightning")
 _GATED = ("Qwen3Next", "Qwen3_5", "Qwen4Exp")
 """Attentions whose q_proj has, head by head, a query and a gate of the output."""

@@ -29,9 +29,10 @@ from nonlinear_lowrank.ops.plain import wide_dtype
 from nonlinear_lowrank.surgery.split import SplitLinear
 from nonlinear_lowrank.validation import check_integer
 
-from .attention import FUSED, KEYS, MIXED, QUERY_BESIDE, SEPARATE, attention_heads, holds_keys_and_values, mixes_rows
+from .attention import MIXED, QUERY_BESIDE, attention_heads, holds_keys_and_values, mixes_rows
 from .base import Method, PlainCost, Role, method_of_layer, register
 from .matrix import is_plain_linear, linear_shape
+from .names import FUSED, KEYS, SEPARATE
 
 _EPS = 1e-6
 

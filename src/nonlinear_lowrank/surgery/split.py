@@ -15,10 +15,11 @@ from transformers import initialization as init  # skips tensors that were loade
 from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.attention import BY_HEAD, FUSED, fused_widths
+from nonlinear_lowrank.methods.attention import fused_widths
 from nonlinear_lowrank.methods.base import dense_part, method_of_layer
 from nonlinear_lowrank.methods.experts import ExpertsLayer
 from nonlinear_lowrank.methods.matrix import is_plain_linear, linear_shape, replace_modules
+from nonlinear_lowrank.methods.names import BY_HEAD, FUSED
 
 from .attention import kept_back
 from .targets import bypassed_linears, holds_numbers, names_read

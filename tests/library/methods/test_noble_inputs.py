@@ -15,8 +15,8 @@ import nonlinear_lowrank as nlr
 from model_helpers import FAMILIES, Attention, batch, llama
 from nonlinear_lowrank import NobleConfig, UserError
 from nonlinear_lowrank.analysis.cost import model_cost
+from nonlinear_lowrank.methods.names import qkv_groups
 from nonlinear_lowrank.methods.noble import layer as noble_layer
-from nonlinear_lowrank.methods.noble.inputs import qkv_groups
 from nonlinear_lowrank.methods.noble.op import noble_linear_reference
 
 SHARED, FUSED = {"share_down": "qkv"}, {"fuse_shared_inputs": True}

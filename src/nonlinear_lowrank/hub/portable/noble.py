@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.pytorch_utils import Conv1D
 
+from nonlinear_lowrank.methods.names import qkv_groups
 from nonlinear_lowrank.methods.noble.branch import BRANCH_ACTIVATIONS, BranchSettings, draw_branch, has_own_init, joined
 from nonlinear_lowrank.ops.plain import wide
 
@@ -92,7 +93,7 @@ def put_noble(model: nn.Module, names: list[str], settings: dict[str, Any]) -> N
     """Put branches beside linears."""
     configs = dict.fromkeys(names, NobleSettings(**settings))
     firsts: dict[str, str] = {}  # of each layer that shares a down projection, the layer that has it
-    for group in _groups_of_qkv(names) if settings["share_down"] == "qkv" else []:
+    for group in qkv_groups(names) if settings["share_down"] == "qkv" else []:
         rank = min(configs[name].rank_of(*width_of(model.get_submodule(name))) for name in group)
         configs |= dict.fromkeys(group, NobleSettings(**{**settings, "rank": rank, "rank_ratio": None}))
         firsts |= dict.fromkeys(group[1:], group[0])
@@ -106,19 +107,6 @@ def put_noble(model: nn.Module, names: list[str], settings: dict[str, Any]) -> N
         return layer
 
     replace(model, sorted(names, key=lambda name: name in firsts), build)
-
-
-def _groups_of_qkv(names: list[str]) -> list[list[str]]:
-    """Return names of query, key and value projections, in this order, of each attention that has at least two."""
-    queries = ("q_proj", "query", "query_proj", "q_lin", "q_linear", "linear_q", "to_q", "wq", "q", "q_attn")
-    groups = []
-    for parent in dict.fromkeys(name.rpartition(".")[0] for name in names):
-        for query in queries:
-            word, *others = ("query", "key", "value") if "query" in query else ("q", "k", "v")
-            ends = (query, *(query.replace(word, other) for other in others))
-            found = [name for end in ends if (name := f"{parent}.{end}".lstrip(".")) in names]
-            groups += [found] if len(found) > 1 else []
-    return groups
 
 
 METHODS["noble"] = put_noble

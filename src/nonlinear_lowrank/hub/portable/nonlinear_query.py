@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from nonlinear_lowrank.methods.names import HOLDING, SINGLE
 from nonlinear_lowrank.methods.query.formula import QKVFormula, QueryFormula, QueryLayout, QuerySettings
 
 from .core import METHODS, Layer, replace, width_of
@@ -41,20 +42,12 @@ class NonlinearQKV(QKVFormula, NonlinearQuery):
     """The same in a projection that holds keys and values too, whose outputs are laid out as the model's own."""
 
 
-_ONE_KIND = (
-    *("q_proj", "query", "query_proj", "q_lin", "q_linear", "linear_q", "to_q", "wq", "q", "q_attn", "q_b_proj"),
-    *("k_proj", "key", "key_proj", "k_lin", "k_linear", "linear_k", "to_k", "wk", "k"),
-    *("v_proj", "value", "value_proj", "v_lin", "v_linear", "linear_v", "to_v", "wv", "v"),
-)
-_FUSED = ("c_attn", "qkv", "qkv_proj", "qkv_linear", "Wqkv", "query_key_value")
-
-
 def put_nonlinear_query(model: nn.Module, names: list[str], settings: dict[str, Any]) -> None:
     """Put nonlinear queries in the place of projections, by their names and shapes."""
 
     def build(name: str, module: Any) -> nn.Module:
         (d_in, d_out), own = width_of(module), name.rpartition(".")[2]
-        whole = own in _ONE_KIND or (d_out <= d_in and settings["query_width"] is None and own not in _FUSED)
+        whole = own in SINGLE or (d_out <= d_in and settings["query_width"] is None and own not in HOLDING)
         queries = d_out if whole else settings["query_width"] or d_in
         layout = QueryLayout(queries, d_out - queries, settings["query_groups"] or 1)
         layer = (NonlinearQKV if layout.others else NonlinearQuery)(module, SavedQuery(**settings), layout)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from nonlinear_lowrank.methods.names import FUSED, KEYS
 from nonlinear_lowrank.ops.plain import wide
 
 from .core import METHODS, Layer, replace, width_of
@@ -50,17 +51,15 @@ def _normed(y: Tensor, weight: Any) -> Tensor:
 
 def put_qk_norm(model: nn.Module, names: list[str], settings: dict[str, Any]) -> None:
     """Put a norm behind projections, by their names and shapes."""
-    fused = ("c_attn", "qkv", "qkv_proj", "qkv_linear", "Wqkv")
-    keys = ("k_proj", "key", "key_proj", "k_lin", "k_linear", "linear_k", "to_k", "wk", "k")
 
     def build(name: str, module: Any) -> nn.Module:
         (d_in, d_out), own = width_of(module), name.rpartition(".")[2]
-        if own in fused and hasattr(module, "nf") and d_out == 2 * d_in:  # GPT-2's cross-attention: keys and values
+        if own in FUSED and hasattr(module, "nf") and d_out == 2 * d_in:  # GPT-2's cross-attention: keys and values
             queries, of_keys = 0, d_out // 2
-        elif own in fused or getattr(module, "others", False):
+        elif own in FUSED or getattr(module, "others", False):
             queries, of_keys = d_in, (d_out - d_in) // 2
         else:
-            queries, of_keys = (0, d_out) if own in keys else (d_out, 0)
+            queries, of_keys = (0, d_out) if own in KEYS else (d_out, 0)
         return QKNormProjection(module, queries, of_keys, settings["head_width"])
 
     replace(model, names, build)

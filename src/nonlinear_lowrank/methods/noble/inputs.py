@@ -5,7 +5,7 @@ Query, key and value of an attention are a group, and so are the gate and up pro
 those of the layers alone, up to rounding.
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.attention import SEPARATE
+from nonlinear_lowrank.methods.names import known, parents, qkv_groups
 from nonlinear_lowrank.ops.plain import autocast_dtype
 
 from .op import noble_linears
@@ -122,18 +122,6 @@ class NobleGroup(HandOff):
         return ys if scale == 1 else [y * scale for y in ys]
 
 
-def qkv_groups(names: Collection[str]) -> list[tuple[str, ...]]:
-    """Return groups of query, key and value projections, in this order, that stand in one attention: at least two."""
-    groups = []
-    for parent in _parents(names):
-        for query in SEPARATE:
-            word, *others = ("query", "key", "value") if "query" in query else ("q", "k", "v")
-            found = _known(parent, (query, *(query.replace(word, other) for other in others)), names)
-            if len(found) > 1:
-                groups.append(found)
-    return groups
-
-
 def shared_groups(shapes: Mapping[str, tuple[int, int]]) -> list[tuple[str, ...]]:
     """Return `qkv_groups` of linears (d_in, d_out) by name; raise where there is none, or one of unequal d_in."""
     groups = qkv_groups(shapes)
@@ -151,7 +139,7 @@ def shared_groups(shapes: Mapping[str, tuple[int, int]]) -> list[tuple[str, ...]
 
 def input_groups(layers: Mapping[str, Any], kind: Callable[[Any], Hashable]) -> list[tuple[str, ...]]:
     """Return names of layers that read one input and are of one kind: `qkv_groups`, then gate and up projections."""
-    pairs = [_known(parent, pair, layers) for parent in _parents(layers) for pair in _GATED]
+    pairs = [known(parent, pair, layers) for parent in parents(layers) for pair in _GATED]
     groups = [*qkv_groups(layers), *(pair for pair in pairs if len(pair) == 2)]
     return [group for group in groups if len({kind(layers[name]) for name in group}) == 1]
 
@@ -168,12 +156,3 @@ def group(layers: Mapping[str, Any]) -> None:
         )
     for names in found:
         NobleGroup([layers[name] for name in names])
-
-
-def _parents(names: Collection[str]) -> list[str]:
-    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
-
-
-def _known(parent: str, children: tuple[str, ...], names: Collection[str]) -> tuple[str, ...]:
-    whole = (f"{parent}.{child}" if parent else child for child in children)
-    return tuple(name for name in whole if name in names)

@@ -31,9 +31,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from nonlinear_lowrank.methods.attention import BY_HEAD, FUSED, LATENT, SEPARATE, holds_keys_and_values
+from nonlinear_lowrank.methods.attention import holds_keys_and_values
 from nonlinear_lowrank.methods.base import Method, Role, register
 from nonlinear_lowrank.methods.matrix import linear_shape
+from nonlinear_lowrank.methods.names import BY_HEAD, FUSED, LATENT, SEPARATE
 
 from .config import NonlinearQueryConfig
 from .formula import QKVFormula, QueryFormula, QueryLayout

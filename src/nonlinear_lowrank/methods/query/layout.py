@@ -6,26 +6,13 @@ from dataclasses import replace
 from torch import nn
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.attention import (
-    BY_HEAD,
-    FUSED,
-    KEYS,
-    LATENT,
-    QUERY_BESIDE,
-    SEPARATE,
-    VALUES,
-    attention_heads,
-    row_groups,
-)
+from nonlinear_lowrank.methods.attention import QUERY_BESIDE, attention_heads, row_groups
 from nonlinear_lowrank.methods.matrix import linear_shape
+from nonlinear_lowrank.methods.names import FUSED, HOLDING, SEPARATE, SINGLE
 
 from .config import NonlinearQueryConfig
 from .formula import QueryLayout
 
-_SINGLE = (*SEPARATE, *LATENT, *KEYS, *VALUES)
-"""Names of projections of one kind, all of whose rows are replaced."""
-_HOLDING = (*FUSED, BY_HEAD)
-"""Names of projections that hold keys and values too."""
 _GIVE = "give NonlinearQueryConfig(query_width=..., query_groups=...), or leave it out with exclude="
 
 
@@ -34,7 +21,7 @@ def stated_layout(name: str, module: nn.Module, config: NonlinearQueryConfig) ->
     d_in, d_out = linear_shape(module)
     own = name.rpartition(".")[2]
     twice = config.query_width is not None and d_out == 2 * config.query_width
-    if (own in _SINGLE and not twice) or (d_out <= d_in and config.query_width is None and own not in _HOLDING):
+    if (own in SINGLE and not twice) or (d_out <= d_in and config.query_width is None and own not in HOLDING):
         return QueryLayout(d_out)
     return _fitting(name, d_in, d_out, config.query_width or d_in, config.query_groups or 1)
 
@@ -54,7 +41,7 @@ def found_layout(name: str, module: nn.Module, parent: nn.Module, config: Nonlin
             f"{name} is twice as wide as {heads} heads of {head}, and {type(parent).__name__} does not say what else "
             f"it holds: {_GIVE}"
         )
-    if given or (own in _SINGLE and not twice) or (d_out == d_in and own not in _HOLDING):
+    if given or (own in SINGLE and not twice) or (d_out == d_in and own not in HOLDING):
         return stated_layout(name, module, config)
     if groups is None:
         raise UserError(f"{name} mixes rows of q, k and v, and {type(parent).__name__} does not say how: {_GIVE}")
@@ -70,7 +57,7 @@ def found_layout(name: str, module: nn.Module, parent: nn.Module, config: Nonlin
 
 def _fitting(name: str, d_in: int, d_out: int, queries: int, groups: int) -> QueryLayout:
     others = d_out - queries
-    if others == 0 and groups == 1 and name.rpartition(".")[2] not in _HOLDING:
+    if others == 0 and groups == 1 and name.rpartition(".")[2] not in HOLDING:
         return QueryLayout(queries)
     if others <= 0 or others % (2 * groups) or queries % groups:
         raise UserError(
@@ -88,7 +75,7 @@ def complete_layout(
     UserError where they need different values, or the config's do nothing.
     """
     found = {name: found_layout(name, module, parent, config) for name, (module, parent) in modules.items()}
-    plain = {name for name, layout in found.items() if name.rpartition(".")[2] in _SINGLE and not layout.others}
+    plain = {name for name, layout in found.items() if name.rpartition(".")[2] in SINGLE and not layout.others}
     for field in ("query_width", "query_groups"):
         if (value := getattr(config, field)) is not None and plain == set(modules):
             raise UserError(f"{field}={value} is for projections that hold keys and values too; omit it")
