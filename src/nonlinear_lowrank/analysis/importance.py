@@ -59,11 +59,7 @@ def part_of(name: str) -> str:
 
 
 def layer_importance(
-    model: nn.Module,
-    batches: Iterable[Mapping[str, Any]],
-    *,
-    score: Score = "gradient",
-    split_fused: bool = False,
+    model: nn.Module, batches: Iterable[Mapping[str, Any]], *, score: Score = "gradient", split_fused: bool = False
 ) -> dict[str, float]:
     """Score every linear of the model's body; the model, its gradients and its modes do not change.
 

@@ -23,13 +23,7 @@ from nonlinear_lowrank.hub.card import write_card
 from nonlinear_lowrank.hub.classes import in_files, listed_problems, register
 from nonlinear_lowrank.hub.conversion import copy_companions
 from nonlinear_lowrank.hub.registration import FIELD
-from nonlinear_lowrank.hub.storage import (
-    check_folder,
-    check_model_folder,
-    check_output,
-    staged_output,
-    weight_files,
-)
+from nonlinear_lowrank.hub.storage import check_folder, check_model_folder, check_output, staged_output, weight_files
 from nonlinear_lowrank.methods.base import all_methods
 from nonlinear_lowrank.surgery.augment import layer_entries, read_entry
 from nonlinear_lowrank.validation import one_line

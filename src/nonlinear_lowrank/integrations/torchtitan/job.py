@@ -271,12 +271,7 @@ def _draw_rows(draw: Callable[[Tensor], Any], own: str, fused: Any, tensor: Tens
 
 
 def augment(
-    trainer_config: Any,
-    method: Any,
-    *,
-    include: Patterns = None,
-    exclude: Patterns = None,
-    split_fused: bool = True,
+    trainer_config: Any, method: Any, *, include: Patterns = None, exclude: Patterns = None, split_fused: bool = True
 ) -> Any:
     """Put a method's layers into a training job: model, optimizer and Hugging Face export.
 

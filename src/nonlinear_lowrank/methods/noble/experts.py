@@ -30,13 +30,7 @@ from transformers import initialization as init
 
 from nonlinear_lowrank.methods.base import MultiplierLayer
 from nonlinear_lowrank.methods.expert_layouts import Projection, grouped_product
-from nonlinear_lowrank.methods.experts import (
-    ExpertsLayer,
-    expert_count,
-    experts_forward,
-    plain_linear,
-    projections,
-)
+from nonlinear_lowrank.methods.experts import ExpertsLayer, expert_count, experts_forward, plain_linear, projections
 from nonlinear_lowrank.ops.plain import exporting, wide
 
 from .branch import BRANCH_ACTIVATIONS, draw_branch, draw_up, joined

@@ -32,15 +32,7 @@ from nonlinear_lowrank.ops.derivatives import differentiated, formula_gradients,
 from nonlinear_lowrank.ops.kernels import as_one_op, custom_op, fake_gradients, filled, reshaped
 from nonlinear_lowrank.ops.plain import autocast_input, wide_dtype
 from nonlinear_lowrank.ops.precision import no_autocast, product
-from nonlinear_lowrank.ops.sine import (
-    Delta,
-    SineFactors,
-    compute_type,
-    delta_gradients,
-    flatten,
-    sine_layer,
-    unflatten,
-)
+from nonlinear_lowrank.ops.sine import Delta, SineFactors, compute_type, delta_gradients, flatten, sine_layer, unflatten
 
 from .reference import PHI, lowrank_linear_reference, lowrank_weight, sine_embedding_reference
 
