@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import field, fields, make_dataclass, replace
 from decimal import Decimal
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_type_hints
@@ -58,7 +58,7 @@ def parse(
     """
     # A recipe's labelled lines (Command, Hardware, Time, Expect) are paragraphs of their own.
     description = re.sub(r"(?<!\n)\n(?=[A-Z][a-z]+: )", "\n\n", inspect.cleandoc(description or options.__doc__ or ""))
-    known = list(_named(options)) if default is None else list(_leaves(default))
+    known = list(_named(options)) if default is None else list(flatten(default))
     if LIST_OPTIONS in arguments:
         print("\n".join(sorted({_option(name) for leaf in known for name in (leaf, leaf.rpartition(".")[2])})))
         raise SystemExit(0)
@@ -123,7 +123,7 @@ def parse_recipe(
     if command in ("train", "finetune"):
         description += f"\n\nA run again, with its own recipe and arm: nlr {command} --from RUN --out NEW."
     default = options(**defaults(recipe), **own)
-    leaves = list(_leaves(default))
+    leaves = list(flatten(default))
     of_file = as_arguments(settings, [each for each in leaves if each != "config"], file, rest)
     of_file, rest = ([_lengthen(each, leaves) for each in texts] for texts in (of_file, rest))
     users = rest if "arm" in settings else [*of_file, *rest]  # a run's own file has all that there is
@@ -179,16 +179,6 @@ def _named(options: type[Any]) -> Iterator[str]:
     for each in fields(options):
         marks = getattr(hints[each.name], "__metadata__", ())
         yield next((mark.name for mark in marks if getattr(mark, "name", None)), each.name)
-
-
-def _leaves(value: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted names of the fields that hold no dataclass."""
-    for each in fields(value):
-        inner = getattr(value, each.name)
-        if is_dataclass(inner) and not isinstance(inner, type):
-            yield from _leaves(inner, f"{prefix}{each.name}.")
-        else:
-            yield f"{prefix}{each.name}"
 
 
 def _lengthen(argument: str, known: Sequence[str]) -> str:
