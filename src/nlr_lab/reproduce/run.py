@@ -15,7 +15,7 @@ from typing import Any
 from nlr_lab.runtime.storage import AGAIN, disk_errors, read_json, write_json, write_text
 from nonlinear_lowrank.errors import UserError
 
-from .table import EQUAL_TIME, SCALES, Absent, Cells, Compare, Measure, Table, slug
+from .table import EQUAL_TIME, SCALES, Cells, Compare, Measure, Table, slug
 
 RECORD, PAGE = "table.json", "table.md"
 _EVALUATED = "evaluated.json"  # beside a run's result: its scores by kind of source and task
@@ -59,15 +59,16 @@ def run_table(
             if table.home != table.name and not trial.arms.keys() & table.rows.keys() and trial.after is None:
                 others.append(trial.part)  # than the figure shows
                 continue
-            trial = _with_sources(trial, sources or {}, seeds)
-        if isinstance(trial, Compare):
+            replaced = _replaced(trial.recipe, sources or {})
+            trial = replace(trial, recipe=replaced, seeds=trial.seeds if seeds is None else seeds)
             cells, about = run_comparison(trial, home, table.columns, sources or {}, quiet=quiet)
             parts.append(about)
         elif isinstance(trial, Measure):
             cells = trial.function(home)
             parts.append({"part": trial.part, "note": trial.note})
         else:
-            cells = _absent(trial, table)
+            absent = {column: {"why": trial.why} for column in trial.columns or table.columns}
+            cells = dict.fromkeys(trial.rows or table.rows, absent)
         for row, columns in cells.items():
             if row in table.rows or (not isinstance(trial, Measure) and table.home == table.name):
                 known = found.setdefault(row, {})
@@ -222,11 +223,6 @@ def _accuracy(metrics: Mapping[str, Any]) -> float:
     return float(next(metrics[name] for name in ("acc_norm,none", "acc,none") if name in metrics))
 
 
-def _with_sources(trial: Compare, sources: Mapping[str, str], seeds: int | None) -> Compare:
-    trial = replace(trial, recipe=_replaced(trial.recipe, sources))
-    return trial if seeds is None else replace(trial, seeds=seeds)
-
-
 def check_sources(tables: Sequence[Table], scale: str, names: Sequence[str]) -> None:
     """Raise UserError for a name of a data set or checkpoint that no table has at this scale."""
     trials = [trial for table in tables if table.trials is not None for trial in table.trials(scale)]
@@ -250,11 +246,6 @@ def _replaced(value: Any, sources: Mapping[str, str]) -> Any:
         elif is_dataclass(own) and not isinstance(own, type) and (new := _replaced(own, sources)) is not own:
             changes[each.name] = new
     return replace(value, **changes) if changes else value
-
-
-def _absent(trial: Absent, table: Table) -> Cells:
-    rows, columns = trial.rows or tuple(table.rows), trial.columns or tuple(table.columns)
-    return {row: {column: {"why": trial.why} for column in columns} for row in rows}
 
 
 def _average(table: Table, found: Cells) -> None:
@@ -322,19 +313,11 @@ def page(record: Mapping[str, Any]) -> str:
         f"# {record['table']}: {record['title']}",
         f"Published: {record['published_in']}. Ours: scale `{record['scale']}`, in brackets the 95 % interval and the "
         "number n of seeds (of step times: of rounds).",
-        *(
-            ["Ours are of other models, data and lengths than the published."]
-            if record["scale"] != "paper" and not all(part.get("note") for part in record["parts"])
-            else []
-        ),
+        _ELSEWHERE if record["scale"] != "paper" and not all(part.get("note") for part in record["parts"]) else "",
         *dict.fromkeys(part["note"] for part in record["parts"] if part.get("note")),
-        *([record["note"]] if record["note"] else []),
-        *(
-            [f"At a small scale, in this tool's repository: {', '.join(record['studies'])}."]
-            if record["studies"]
-            else []
-        ),
-        *([_EQUAL_TIME] if any(column.endswith(EQUAL_TIME) for column in columns) else []),
+        record["note"],
+        record["studies"] and f"At a small scale, in this tool's repository: {', '.join(record['studies'])}.",
+        _EQUAL_TIME if any(column.endswith(EQUAL_TIME) for column in columns) else "",
         markdown_table(tuple(head), rows),
         "\n".join(f"({number}) {why}" for why, number in whys.items()),
         "\n".join(
@@ -348,6 +331,7 @@ def page(record: Mapping[str, Any]) -> str:
     return "\n\n".join(line for line in lines if line) + "\n"
 
 
+_ELSEWHERE = "Ours are of other models, data and lengths than the published."
 _EQUAL_TIME = """\
 At equal time: of each arm when the first of its comparison has finished, by step times measured in turn. A slower arm \
 is within its schedule then, its learning rate not yet at its end; a faster one is done."""
