@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from scipy.interpolate import Akima1DInterpolator
 
@@ -419,7 +418,6 @@ def plot_strip(
     height, width = truth.shape[:2]
     size = 2.2
     figure = Figure(figsize=(size * len(columns), len(rows) * (size * height / width + 0.45)), layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.subplots(len(rows), len(columns), squeeze=False)
     for axes in grid.flat:
         axes.set_axis_off()

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -107,7 +106,6 @@ def _spread(values: list[float]) -> dict[str, float]:
 def plot_rank_figures(path: Path, figures: Mapping[str, Any]) -> None:
     """Draw Figure 2 above, as heat maps of one draw, and Figure 3 below, as mean spectra, into a PNG."""
     figure = Figure(figsize=(11.0, 6.8), layout="constrained")
-    FigureCanvasAgg(figure)
     above, below = np.ravel(figure.subfigures(2, 1, height_ratios=(1.0, 1.25)))  # type: ignore[arg-type]
     drawn, measured = _draw(_HEAT_SIZE, _HEAT_RANK, 0, figures["init"]), figures["figure_2"]["matrices"]
     shades = colormaps["viridis"].resampled(16)  # noise in 256 colours makes a large file

@@ -1,6 +1,6 @@
 """Tables, amounts and times as plain text, and what all pictures share: colours, and a file that is whole or absent.
 
-Figures are plain `Figure` objects on the Agg canvas, so nothing here touches pyplot or the user's backend.
+Figures are plain `Figure` objects, which write a PNG by Agg, so nothing here touches pyplot or the user's backend.
 """
 
 import io
@@ -73,11 +73,9 @@ def new_panels(
     width: float, height: float, count: int, *, rows: int = 1, share: bool = True
 ) -> "tuple[Figure, list[Axes]]":
     """Return plots side by side (in so many rows), each of so many inches; they share what is up if `share`."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width * count, height * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = list(figure.subplots(rows, count, sharey=share, squeeze=False).flat)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
