@@ -192,7 +192,9 @@ def arm_cost(model: nn.Module, name: str, sequence_length: int, *, bf16: bool = 
         raise UserError(f"{name} cannot be planned: {'; '.join(one.notes)}")
     groups = param_groups(model, 1.0, 0.0, muon=muon, verbose=False)
     trained = {id(each): each for group in groups for _, each in group["params"]}
-    parameters = [(path, each) for path, each in model.named_parameters()]
+    parameters = list(model.named_parameters())
+    held = model.state_dict(keep_vars=True).values()
+    buffers = {id(each): each for each in held if isinstance(each, Tensor) and not isinstance(each, nn.Parameter)}
     blocks: Counter[str] = Counter()
     for path, each in parameters:
         blocks[_block(path)] += each.numel()
@@ -215,7 +217,7 @@ def arm_cost(model: nn.Module, name: str, sequence_length: int, *, bf16: bool = 
         gradient_bytes=sum(each.nbytes for each in trained.values()),
         optimizer_bytes=state,
         copy_bytes=2 * sum(weight.numel() for weight in wide) if bf16 else 0,
-        saved_bytes=sum(each.nbytes for each in (*trained.values(), *_saved_buffers(model))),
+        saved_bytes=sum(each.nbytes for each in (trained | buffers).values()),
         block_parameters=max(blocks.values(), default=0),
         outside_parameters=outside,
         activations=_activations(model, one.rows, two.rows, one.sequence_length),
@@ -329,16 +331,6 @@ def _activations(model: nn.Module, one: Sequence[LayerCost], two: Sequence[Layer
     width = width or max((each.shape[-1] for each in model.parameters()), default=0)
     stream = float(tokens * next(iter(model.parameters())).element_size() * width)
     return Activations(blocks=tuple(lines.values()), outside=outside, loss=loss, stream=stream)
-
-
-def _saved_buffers(model: nn.Module) -> list[Tensor]:
-    """Return the buffers that are in `state_dict()`, each once."""
-    found = {}
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                found[id(buffer)] = buffer
-    return list(found.values())
 
 
 def _block(name: str) -> str:
