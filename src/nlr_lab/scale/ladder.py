@@ -25,9 +25,12 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_integer, check_number, check_share
 
 _LEAST_STEPS = 10
-_FREE = {"text.source", "text.valid_source", "text.cache_dir", "threads", "gradient_accumulation"}
-_FREE |= {"gradient_checkpointing"}
+_FREE = {"text.source", "text.valid_source", "text.cache_dir", "threads"}
+_FREE |= {"gradient_accumulation", "gradient_checkpointing"}
 _NOT_SHARED = ("widths", "tokens", "arms", "seeds", "tune_lr", "max_extensions", "next_width")
+
+_OF_TRAINING = ("batch_size", "gradient_accumulation", "gradient_checkpointing", "weight_decay", "eval_batch_size")
+_OF_TRAINING += ("bf16", "compile", "threads")
 
 ARMS = (
     "baseline:name=plain",
@@ -152,20 +155,13 @@ class Ladder:
                 f"{_LEAST_STEPS}, or a smaller --batch-size"
             )
         train = TrainConfig(
+            **{name: getattr(self, name) for name in _OF_TRAINING},
             steps=steps,
-            batch_size=self.batch_size,
-            gradient_accumulation=self.gradient_accumulation,
-            gradient_checkpointing=self.gradient_checkpointing,
             lr=sorted(self.tune_lr)[len(self.tune_lr) // 2],
-            weight_decay=self.weight_decay,
             warmup_steps=round(self.warmup_share * steps),
             eval_every=max(1, steps // self.evaluations),
             save_every=max(1, steps // 4),
             log_every=max(1, steps // 200),
-            eval_batch_size=self.eval_batch_size,
-            bf16=self.bf16,
-            compile=self.compile,
-            threads=self.threads,
             tracker="none",
         )
         shape = f"GLM of width {rung.width}, {task.backbone.layers} layers, {size:,} parameters outside embeddings"
