@@ -29,8 +29,10 @@ _FREE = {"text.source", "text.valid_source", "text.cache_dir", "threads"}
 _FREE |= {"gradient_accumulation", "gradient_checkpointing"}
 _NOT_SHARED = ("widths", "tokens", "arms", "seeds", "tune_lr", "max_extensions", "next_width")
 
-_OF_TRAINING = ("batch_size", "gradient_accumulation", "gradient_checkpointing", "weight_decay", "eval_batch_size")
-_OF_TRAINING += ("bf16", "compile", "threads")
+_OF_TRAINING = (
+    *("batch_size", "gradient_accumulation", "gradient_checkpointing", "weight_decay"),
+    *("eval_batch_size", "bf16", "compile", "threads"),
+)
 
 ARMS = (
     "baseline:name=plain",
