@@ -97,12 +97,6 @@ def _check(options: EvaluateOptions) -> None:
             check_integer(f"--{name.replace('_', '-')}", value, minimum=least)
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise UserError(f"no such folder: {options.include_path} (--include-path)")
-    _check_useful(options)
-    check_parent(options.out, "--out")
-
-
-def _check_useful(options: EvaluateOptions) -> None:
-    """Raise UserError for an option that would change nothing."""
     local, commonsense, others = _sort_tasks(options.tasks)
     examples = "another task: the local commonsense tests are asked without examples"
     conditions: tuple[tuple[tuple[str, ...], object, str], ...] = (
@@ -119,6 +113,7 @@ def _check_useful(options: EvaluateOptions) -> None:
         for name in names:
             if getattr(options, name) is not None and not acts:
                 raise UserError(f"--{name.replace('_', '-')} does nothing without {needed}")
+    check_parent(options.out, "--out")
 
 
 def _sort_tasks(tasks: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
@@ -197,7 +192,12 @@ def _score_own_text(recipe: Any, folder: Path, options: EvaluateOptions, trained
 
 
 def _score_text_and_tasks(folder: Path, options: EvaluateOptions) -> dict[str, Any]:
-    local, named = _find_tasks(options)
+    from nlr_lab.evaluation.local_tasks import LocalTasks, find_local_tasks
+
+    names, _, named = _sort_tasks(options.tasks)
+    if names and options.data is None:
+        raise UserError(f"{names[0]} reads its questions from files: name their folder with --data FOLDER")
+    local = find_local_tasks(names, options.data or "", shots=options.num_fewshot) if names else LocalTasks()
     model = open_language_model(folder, options.device, options.base)
     tokenizer = open_tokenizer(folder, options.base)
     results: dict[str, Any] = {}
@@ -225,17 +225,6 @@ def _score_text_and_tasks(folder: Path, options: EvaluateOptions) -> dict[str, A
         results["data"] = [asdict(file) for file in local.files]
         print("\n".join(task_table(scores, local.hidden)))
     return results
-
-
-def _find_tasks(options: EvaluateOptions) -> tuple[Any, list[str]]:
-    """Return local tasks, with their rows read and checked, and the names that are lm-eval's own."""
-    from nlr_lab.evaluation.local_tasks import LocalTasks, find_local_tasks
-
-    local, _, others = _sort_tasks(options.tasks)
-    if local and options.data is None:
-        raise UserError(f"{local[0]} reads its questions from files: name their folder with --data FOLDER")
-    found = find_local_tasks(local, options.data or "", shots=options.num_fewshot) if local else LocalTasks()
-    return found, others
 
 
 def _show_progress(done: int, total: int) -> None:
