@@ -17,6 +17,7 @@ from nlr_lab.runtime.environment import choose_device, cpu_threads, many_compile
 from nlr_lab.runtime.storage import read_manifest, write_json
 from nlr_lab.tasks.task import Measure
 from nlr_lab.training.result import before
+from nonlinear_lowrank.analysis.cost import count_parameters
 from nonlinear_lowrank.errors import DivergedError, UserError
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
 
@@ -73,8 +74,8 @@ class FieldTrials(Trials):
         self.sizes = {}
         for arm in arms:
             model = self._build(arm)
-            self.sizes[arm.name], self.omegas[arm.name] = _size(model), _omega(model)
-        self.dense_parameters = _size(build(self.problem, FieldMethod(), self.recipe.train.seed))
+            self.sizes[arm.name], self.omegas[arm.name] = count_parameters(model), _omega(model)
+        self.dense_parameters = count_parameters(build(self.problem, FieldMethod(), self.recipe.train.seed))
         times = self._step_times(arms, rounds, limit) if rounds else None
         paces = {} if limit.seconds is None else self._paces(arms, limit)
         return Measurement(parameters=self.sizes, times=times, paces=paces)
@@ -187,10 +188,6 @@ class FieldTrials(Trials):
         model = build(self.problem, FieldMethod(**arm["settings"], init=run["init"]), run["seed"])
         load_weights(model, folder)
         return model.eval()
-
-
-def _size(model: nn.Module) -> int:
-    return sum(each.numel() for each in model.parameters())
 
 
 def _omega(model: nn.Module) -> float | None:
