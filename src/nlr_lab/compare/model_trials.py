@@ -271,13 +271,14 @@ class ModelTrials(Trials):
             return Run(**known, **stable, final_loss=None)
         metric_curve, score_curve = _points(record, "metric_curve"), _points(record, "score_curve")
         plain_curve = _points(record, "plain_curve")
+        late = [point for point in _weighted(train_curve) if point[1] > 0.9 * steps]
         scores: dict[str, Any] = {name: record.get(name) for name in ("score", "selection", "best_score")}
         return Run(
             **known,
             final_loss=float(record["final_loss"]),
             metric_curve=metric_curve,
             score_curve=score_curve if score_curve != metric_curve else (),
-            train_loss=_last_tenth(train_curve, steps),
+            train_loss=_mean(late) if late else None,
             plain_loss=plain_curve[-1][1] if plain_curve else None,
             **scores,
             **stable,
@@ -298,12 +299,6 @@ class ModelTrials(Trials):
 def _points(record: Mapping[str, Any], name: str) -> Curve:
     # A loss that JSON could not hold is null: not a number, as it was.
     return tuple((int(s), float("nan") if loss is None else float(loss)) for s, loss in record.get(name, ()))
-
-
-def _last_tenth(curve: Curve, steps: int) -> float | None:
-    """Mean of a training curve over the last steps."""
-    late = tuple(point for point in _weighted(curve) if point[1] > 0.9 * steps)
-    return _mean(late) if late else None
 
 
 def _thinned(curve: Curve, steps: int) -> Curve:

@@ -84,11 +84,6 @@ class Arm:
         value, interval = found["value"], dict(zip(("low", "high"), ends, strict=False))
         return cell(None if value is None else factor * value, why=found["note"], n=found["n"], **interval)
 
-    def step_ms(self) -> Cell:
-        """Return the milliseconds of a step."""
-        seconds = self.own["step_seconds_median"]
-        return cell(None if seconds is None else 1e3 * seconds, why="not timed")
-
     def step_time(self) -> Cell:
         """Return the step time over the reference's, percent."""
         ratio = self.own["step_time_ratio"]
@@ -131,7 +126,7 @@ MEASURES: dict[str, Callable[[Arm], Cell]] = {
     "trained_body_k": lambda arm: arm.counted("trained_body", 1e3),
     "trained_body_m": lambda arm: arm.counted("trained_body", 1e6),
     "size_pct": lambda arm: cell(arm.own.get("percent", 100 * arm.own["parameters"] / arm.base["parameters"])),
-    "step_ms": Arm.step_ms,
+    "step_ms": lambda arm: cell(1e3 * (arm.own["step_seconds_median"] or math.nan), why="not timed"),
     "step_time_plus_pct": Arm.step_time,
     "flops_plus_pct": lambda arm: cell(arm.own["flops_percent"], why="not counted"),
     "eval_loss": lambda arm: arm.seeds(lambda run: run["final_loss"]),

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torch import nn
-
 from nlr_lab.training.arms import Arm
 from nonlinear_lowrank.analysis.cost import ModelCost, model_cost
 from nonlinear_lowrank.errors import UserError
@@ -160,7 +158,9 @@ def recommend(
                 hours=None if longer is None else laws.predict(name, compute * (1 + flops), longer),
             )
         )
-    above = {each.fits for each in choices if each.arm.startswith("noble")} == {False}
+    budgeted: Any = None
+    if budget is not None and {each.fits for each in choices if each.arm.startswith("noble")} == {False}:
+        budgeted = augment(build(), NobleConfig(), budget=budget, verbose=False).config
     return Recommendation(
         size=size,
         tokens=trained,
@@ -169,7 +169,7 @@ def recommend(
         widths=tuple(rung["width"] for rung in own),
         seeds=min(rung["n"] for rung in own),
         choices=tuple(choices),
-        rank_ratio=_rank_ratio(build(), budget) if budget is not None and above else None,
+        rank_ratio=float(budgeted.rank_ratio) if budgeted else None,
         skipped=tuple(skipped),
     )
 
@@ -211,10 +211,6 @@ def _added(
         return flops * base.flops / 2 / base.parameters, flops  # a weight of a linear takes 2 FLOPs a token
     cost = model_cost(arm.apply(build()), base.sequence_length)
     return cost.parameters / base.parameters - 1, cost.flops / base.flops - 1
-
-
-def _rank_ratio(model: nn.Module, budget: str) -> float:
-    return float(augment(model, NobleConfig(), budget=budget, verbose=False).config.rank_ratio)
 
 
 def sentence(found: Recommendation, budget: str | None) -> str:

@@ -37,8 +37,10 @@ def table_of(view: View, most: int | None = None) -> Table:
     table = number_table("run", "state", "step", "speed", "loss", "to go")
     for run in view.runs if most is None else _shown(view.runs, most):
         name = " ".join(filter(None, [run.group, run.arm, run.details]))
+        state = f"silent for {duration(run.silent)}" if run.state == "silent" else run.state
         of = f"/{run.steps}" if run.steps else ""
-        table.add_row(Text(name), _state(run), f"{run.step}{of}", _speed(run), _loss(run), _to_go(run))
+        to_go = "" if run.seconds_to_go is None else duration(run.seconds_to_go)
+        table.add_row(Text(name), state, f"{run.step}{of}", _speed(run), _loss(run), to_go)
     return table
 
 
@@ -47,10 +49,6 @@ def _shown(runs: list[RunView], most: int) -> list[RunView]:
     over = [run for run in runs if run not in going]
     kept = [*going, *over[::-1]][:most]
     return [run for run in runs if any(run is each for each in kept)]
-
-
-def _state(run: RunView) -> str:
-    return f"silent for {duration(run.silent)}" if run.state == "silent" else run.state
 
 
 def _speed(run: RunView) -> str:
@@ -64,10 +62,6 @@ def _loss(run: RunView) -> str:
         if curve := run.curves.get(name):
             return "not finite" if curve[-1][1] is None else f"{curve[-1][1]:.4f}"
     return ""
-
-
-def _to_go(run: RunView) -> str:
-    return "" if run.seconds_to_go is None else duration(run.seconds_to_go)
 
 
 class _Handler(BaseHTTPRequestHandler):

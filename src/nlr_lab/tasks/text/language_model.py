@@ -175,9 +175,11 @@ class TextTask(Task):
 
     def build_on_meta(self) -> Any:
         if self.init_from:
-            from .start import start_on_meta
+            from nonlinear_lowrank.hub.loading import model_on_meta
 
-            return start_on_meta(self.init_from)
+            from .start import start_folder
+
+            return model_on_meta(start_folder(self.init_from))
         return build_meta(self.backbone.model_class, self._config(self.text.vocab_size))
 
     def _config(self, vocab_size: int, **tokens: int | None) -> Any:

@@ -75,10 +75,13 @@ def prepare_tokens(config: TextData) -> Prepared:
         shape["valid_bytes_per_token"] = total / (len(held_out) * (length - 1))
     made_by = f"none, {size}" if tokenizer is None else tokenizer_hash(tokenizer)
     made_of = [sorted(hashes.values()), made_by, stop, length, len(held_out)]
+    documents = [each.documents for each in train.shards]
+    known = {"documents": sum(filter(None, documents))} if None not in documents else {}
+    marks = sum(len(each.marks) for each in train.shards)
     facts = {
         "source": config.source,
         "valid_source": config.valid_source,
-        "train": _described(train) | {"tokens": stop},
+        "train": {"files": len(train.shards), **known, "ends_of_text_added": marks, "tokens": stop},
         "valid": {"tokens": len(valid) - start},
         "tokenizer_sha256": made_by,
         "sequence_length": length,
@@ -96,12 +99,6 @@ def _check_given(config: TextData, what: str) -> None:
         raise UserError(
             f"{what} needs the tokenizer that made its tokens: give --tokenizer, such as gpt2 or a folder, or none"
         )
-
-
-def _described(files: TokenFiles) -> dict[str, Any]:
-    documents = [each.documents for each in files.shards]
-    known = {"documents": sum(filter(None, documents))} if None not in documents else {}
-    return {"files": len(files.shards), **known, "ends_of_text_added": sum(len(each.marks) for each in files.shards)}
 
 
 def _open(config: TextData, source: str, vocab_size: int, end: int | None) -> tuple[TokenFiles, dict[str, str]]:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.hub.loading import load_model, model_on_meta
+from nonlinear_lowrank.hub.loading import load_model
 
 _MODEL = "model"  # of a run's folder
 
@@ -16,11 +16,6 @@ def start_folder(path: str) -> Path:
         raise UserError(f"init_from: {path} is no folder; give one with a config.json and safetensors, or a run's")
     inside = folder / _MODEL
     return inside if not (folder / "config.json").is_file() and inside.is_dir() else folder
-
-
-def start_on_meta(path: str) -> Any:
-    """Return the model on the meta device, from its config alone."""
-    return model_on_meta(start_folder(path))
 
 
 def load_start(path: str, prepared: Any, sequence_length: int, dense_init: str | None) -> Any:
