@@ -1,4 +1,4 @@
-"""Types of numbers, for operators and plain formulas; a part of modeling files too, and so it imports torch alone."""
+"""Number types of operators and plain formulas, and whether export traces; in modeling files too: torch alone."""
 
 from collections.abc import Callable
 

@@ -10,7 +10,8 @@ from transformers import initialization as init
 from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.methods.names import qkv_groups
-from nonlinear_lowrank.methods.noble.branch import BRANCH_ACTIVATIONS, BranchSettings, draw_branch, has_own_init, joined
+from nonlinear_lowrank.methods.noble.branch import BRANCH_ACTIVATIONS, draw_branch, has_own_init, joined
+from nonlinear_lowrank.methods.settings import BranchSettings
 from nonlinear_lowrank.ops.plain import wide
 
 from .core import METHODS, Layer, replace, width_of, with_state

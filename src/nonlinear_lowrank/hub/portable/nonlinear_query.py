@@ -7,7 +7,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.methods.names import HOLDING, SINGLE
-from nonlinear_lowrank.methods.query.formula import QKVFormula, QueryFormula, QueryLayout, QuerySettings
+from nonlinear_lowrank.methods.query.formula import QKVFormula, QueryFormula, QueryLayout
+from nonlinear_lowrank.methods.settings import QuerySettings
 
 from .core import METHODS, Layer, replace, width_of
 

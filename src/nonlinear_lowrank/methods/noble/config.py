@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.settings import BranchSettings
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number, check_share
-
-from .branch import BranchSettings
 
 _HIGHEST_POWER = 10  # of d / r in a learning rate, which stays finite up to it
 Activation = Literal["cosine", "tanh", "leaky_relu", "gelu", "silu"]

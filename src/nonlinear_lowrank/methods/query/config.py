@@ -4,9 +4,8 @@ from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, get_args
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.methods.settings import QuerySettings
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number
-
-from .formula import QuerySettings
 
 Kind = Literal["nonlinear", "linear", "full_rank", "identity"]
 Residual = Literal["identity", "linear"]

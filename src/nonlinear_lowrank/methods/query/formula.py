@@ -42,22 +42,6 @@ class QueryLayout(NamedTuple):
         return torch.cat(parts, dim=-1).flatten(-2)
 
 
-class QuerySettings:
-    """Base of queries' settings: what follows from them."""
-
-    rank: int | None
-    kind: Any
-
-    @property
-    def has_bottleneck(self) -> bool:
-        """True where f has W1 and W2."""
-        return self.kind in ("nonlinear", "linear")
-
-    def rank_for(self, width: int, queries: int) -> int:
-        """Return r at a model width d and queries of width q."""
-        return max(1, width * queries // (width + queries)) if self.rank is None else self.rank
-
-
 class QueryFormula(nn.Module):
     """Base of queries: of x (..., `width`), `queries` wide."""
 
