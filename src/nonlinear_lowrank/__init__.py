@@ -6,14 +6,14 @@
 
 Importing it registers the augmented model types with transformers' Auto classes, and the fine-tuning methods
 (`SineLoraConfig`, `NoraConfig`, `NobleAdapterConfig`) with peft. torch, transformers and peft take seconds to import:
-that happens when something here is first used.
+they load when something here is first used.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from .errors import LearningRateWarning, UserError
-from .hub import registration as _registration  # noqa: F401 - tells transformers and peft of our types
+from .hub import registration as _registration  # noqa: F401 - registers our types with transformers and peft
 from .validation import require
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ _FILES = {
     "NoraConfig": "methods.rational.adapter",
     "SineLoraConfig": "methods.sine.adapter",
 }
-"""Files of the names of `__all__`; the others are here, or are modules themselves."""
+"""File that defines each name of `__all__`; other names are defined here or are modules."""
 
 
 def __getattr__(name: str) -> Any:

@@ -8,8 +8,8 @@
 | accelerate launch,  | the launcher, which starts `python -m nonlinear_lowrank SCRIPT ...` in place of the script |
 | torchrun            |                                                                                            |
 
-All runs in this process, where importing the package has registered its types. Processes that a tool starts by itself
-as `python ...` are not reached, but for those of the launchers above.
+Everything runs in this process, where importing the package has registered its types. Processes that a tool starts as
+`python ...` are not covered, except those of the launchers above.
 """
 
 import difflib
@@ -38,7 +38,7 @@ def _torchrun() -> Any:
     return get_args_parser()
 
 
-# The words that start a launcher -> its parser, which has torchrun's names for the script and its arguments.
+# Words that start a launcher -> its parser, which names the script and its arguments as torchrun does.
 _LAUNCHERS: dict[tuple[str, ...], Callable[[], Any]] = {
     ("accelerate", "launch"): _accelerate,
     ("accelerate-launch",): _accelerate,
@@ -47,7 +47,7 @@ _LAUNCHERS: dict[tuple[str, ...], Callable[[], Any]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command line, without the interpreter and this module; return 2 after one line on what cannot be run."""
+    """Run a command line that omits the interpreter and this module; return 2 after printing why it cannot run."""
     try:
         _run(list(arguments))
     except UserError as error:
@@ -60,7 +60,7 @@ def _run(arguments: list[str]) -> None:
     name, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if name == "-m" and rest:
         _check_module(rest[0])
-        sys.argv = rest  # of which runpy replaces the first
+        sys.argv = rest  # runpy replaces the first
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif name.endswith(".py") or "/" in name:
         if not Path(name).is_file():
@@ -82,7 +82,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def _enter(program: str, arguments: list[str]) -> None:
-    """Set the arguments and, unless Python was told otherwise, the first place of imports to the program's own."""
+    """Set `sys.argv` and, unless Python's safe path is on, the first import folder to the program's own."""
     sys.argv = [program, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(program).resolve().parent)
@@ -94,7 +94,7 @@ def _check_module(name: str) -> None:
     except (ImportError, ValueError):
         found = None
     if found is None:
-        raise UserError(f"no module named {name}; install the package that has it")
+        raise UserError(f"no module named {name}; install the package that provides it")
 
 
 def _console_script(name: str) -> Any:
@@ -109,7 +109,7 @@ def _console_script(name: str) -> Any:
 
 
 def _children_too(parser: Any, arguments: list[str]) -> list[str]:
-    """Return a launcher's arguments with this module as what it starts, and the script as this module's argument."""
+    """Return a launcher's arguments with this module as its script, and the script as this module's argument."""
     parsed = parser.parse_args(arguments)
     if parsed.no_python:
         raise UserError("--no-python starts a program that need not be Python; omit it, and name a Python file or -m")

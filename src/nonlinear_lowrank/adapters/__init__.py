@@ -8,4 +8,4 @@
 
 from nonlinear_lowrank.validation import require
 
-require("peft", "peft")  # before any file of this folder: with peft come all methods' adapters
+require("peft", "peft")  # first: importing peft imports all methods' adapters

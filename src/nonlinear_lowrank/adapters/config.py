@@ -25,7 +25,7 @@ class NamedConfig:
     """Fields whose value may differ by module -> the field with {name or regular expression: value}."""
 
     def check_fields(self) -> None:
-        """Check the fields that every method's config has, and what `patterns` names; listed names become sets."""
+        """Check the fields that every method's config has, and what `patterns` names; name lists become sets."""
         config: Any = self
         config.peft_type = PeftType(self.type_name)
         for name in ("target_modules", "exclude_modules"):
@@ -35,13 +35,13 @@ class NamedConfig:
                 raise UserError(f"{name} must be names or one regular expression, got {value!r}")
             if listed:
                 setattr(config, name, set(value))
-        # peft's own names for the last are of the method's type.
+        # peft itself calls the last "<type>_only".
         if config.bias not in ("none", "all", "adapter_only", "lora_only", f"{self.type_name.lower()}_only"):
             raise UserError(f"bias must be 'none', 'all' or 'adapter_only', got {config.bias!r}")
         if isinstance(config.target_modules, str) and config.layers_to_transform is not None:
             raise UserError("layers_to_transform needs target_modules as a list of names, not a regular expression")
         if config.layers_pattern and config.layers_to_transform is None:
-            raise UserError("layers_pattern says where layers_to_transform counts; give layers_to_transform too")
+            raise UserError("layers_pattern does nothing without layers_to_transform; give both")
         for name, pattern in self.patterns.items():
             if not isinstance(values := getattr(config, pattern), dict):
                 raise UserError(f"{pattern} must be names with values, got {values!r}")
@@ -50,7 +50,7 @@ class NamedConfig:
                 self.check_value(name, value, f"{pattern}[{key!r}]")
 
     def check_value(self, name: str, value: Any, where: str) -> None:
-        """Raise UserError if a field of `patterns` cannot have the value; `where` is how the message calls it."""
+        """Raise UserError if a field of `patterns` cannot have the value; `where` is its name in the message."""
         check_integer(where, value, minimum=1)
 
     def resolve(self, module_name: str) -> Self:
@@ -62,7 +62,7 @@ class NamedConfig:
         return resolved
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON has them, tuples as lists."""
+        """Return the fields as JSON values, tuples as lists."""
         values = super().to_dict()  # type: ignore[misc]
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
@@ -100,8 +100,8 @@ class AdapterConfig(NamedConfig, PeftConfig):
     modules_to_save: list[str] | None = None
     """Modules to train whole and to save with the adapter, such as a new classification head."""
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None
-    """Tokens whose rows of the embeddings are trained too, as LoRA has it; trl fills it in for tokens that a chat
-    template adds."""
+    """Tokens whose embedding rows are trained too, as in LoRA; trl fills it in for tokens that a chat template
+    adds."""
     init_weights: bool = True
     """False draws the adapter so that it changes the outputs from the start (for tests)."""
 

@@ -1,4 +1,4 @@
-"""peft's LoRA layers as bases: their tensors and names, with learning-rate roles and merging to the bit.
+"""peft's LoRA layers as bases: their tensors and names, with learning-rate roles and bit-exact merging.
 
 A and B are peft's `lora_A` and `lora_B`, and of an embedding `lora_embedding_B.T` and `lora_embedding_A.T`.
 
@@ -27,7 +27,7 @@ _WHATS = {
 
 
 class LoraLayer(AdapterLayer):
-    """Before a layer of peft's LoRA among the bases: calls and merging as all adapters of this library have them."""
+    """Mixin in front of a peft LoRA layer: calls and merging as in all adapters of this library."""
 
     weight_name: str = "weight"
     """Name of the parameter that is adapted, in the base module."""
@@ -118,7 +118,7 @@ class LoraLayer(AdapterLayer):
 
 
 def read_parameter(module: nn.Module, name: str = "weight") -> Tensor:
-    """Return a module's parameter; an offloaded one is on meta but for the module's own forward."""
+    """Return a module's parameter; an offloaded one is on meta outside the module's own forward."""
     if not hasattr(module, "_hf_hook"):
         return getattr(module, name)
     with align_module_device(module):

@@ -5,9 +5,9 @@ unmerged and merged again is fixed here:
 
 - bitsandbytes 4-bit: a no-grad forward on a CPU with AVX512-BF16 packs the weight in place, and dequantizing
   the packed form gives garbage. The packed form also has no gradient with respect to the input, and
-  bitsandbytes' own way back leaves the scales transposed. Packing rounds the scales to bfloat16, so the way back is
-  not to the bit: a module with an adapter is kept from being packed at all.
-- torchao: dequantizing and quantizing again drifts, so an unmerged weight is the kept one, never a new one.
+  bitsandbytes' own unpacking leaves the scales transposed. Packing rounds the scales to bfloat16, so unpacking is
+  not bit-exact: a module with an adapter is never packed.
+- torchao: dequantizing and quantizing again drifts, so unmerging restores the kept weight, never a new one.
 """
 
 import copy
@@ -23,7 +23,7 @@ from nonlinear_lowrank.errors import UserError
 
 def backend_of(base: nn.Module, model_options: Mapping[str, Any]) -> QuantizationBackend | None:
     """Return peft's backend for a weight, given the model's `get_quantization_kwargs`; None for a plain one."""
-    # A model quantized by hand has no config to quantize again by; it is needed for merging only, which is refused.
+    # A model quantized by hand has no config to quantize again with; only merging needs it, and is refused.
     by_hand = "get_apply_tensor_subclass" not in model_options
     backend = resolve_quantization_backend(base, **{"get_apply_tensor_subclass": lambda: None, **model_options})
     if backend is not None and backend.backend_name == "torchao" and by_hand:
@@ -32,7 +32,7 @@ def backend_of(base: nn.Module, model_options: Mapping[str, Any]) -> Quantizatio
 
 
 def keep_unpacked(base: Any) -> None:
-    """Undo what no-grad forwards do to a 4-bit weight on some CPUs, and have the module never do it again."""
+    """Undo what no-grad forwards do to a 4-bit weight on some CPUs, and keep the module from doing it again."""
     if getattr(base, _PACKS, False):
         setattr(base, _PACKS, False)
         if getattr(base.weight.quant_state, "packing_format_for_cpu", False):
@@ -51,7 +51,8 @@ class Kept:
     ) -> None:
         if backend is not None and (backend.backend_name not in _KINDS or not backend.supports_merge):
             raise UserError(
-                f"adapters cannot be merged into {backend.backend_name or type(base).__name__} weights; load them wide"
+                f"adapters cannot be merged into {backend.backend_name or type(base).__name__} weights; load them "
+                "unquantized"
             )
         self._backend, self._name = backend, name
         weight: Any = getattr(base, name)
@@ -64,7 +65,7 @@ class Kept:
     def _copied(self, weight: Any, device: Any, state: Any = None) -> Any:
         """Return a copy of a quantized weight on a device; bitsandbytes' own `to` depends on its version."""
         assert self._backend is not None
-        if self._backend.backend_name == "torchao":  # never written to: writing puts another in its place
+        if self._backend.backend_name == "torchao":  # never written in place: writing replaces it
             return nn.Parameter(weight.detach().to(device), requires_grad=False)
         if self._backend.backend_name == "bnb 8bit":
             data = weight.data.to(device, copy=True)
@@ -85,7 +86,7 @@ class Kept:
         return self._backend.get_base_weight(base)
 
     def restore(self, base: Any) -> None:
-        """Put the weight back, every bit of it."""
+        """Restore the weight bit-exactly."""
         old = getattr(base, self._name)
         if self._backend is None:
             old.data.copy_(self._weight)

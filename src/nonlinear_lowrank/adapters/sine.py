@@ -3,8 +3,8 @@
     W' = W + D,  D = scaling * sin(omega * B A) / gain    sine-LoRA
     W' = m * (W + D) / |W + D|                            sine-DoRA; | | of each row, a constant
 
-Trained by the sine of activations (activation_sine), sine-DoRA has in place of x D^T in training, as the paper's
-released code,
+With activation_sine, the sine of activations, sine-DoRA in training replaces x D^T, as the paper's released code
+does, by
 
     scaling * sin(omega * x A^T B^T / gain)
 
@@ -57,7 +57,7 @@ class SineLayer(LoraLayer):
         super().__init__(*args, **kwargs)
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: Any, config: Any, **kwargs: Any) -> None:
-        """Add an adapter as peft does, and start it."""
+        """Add an adapter as peft does, and initialize it."""
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)  # type: ignore[misc]
         self.start(adapter_name, config)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)  # of the magnitude too
@@ -100,7 +100,7 @@ class SineLayer(LoraLayer):
             magnitude.copy_(self._lengths())
 
     def narrow(self, name: str) -> None:
-        """See `AdapterLayer`; of the magnitude, which starts as exact lengths, and of what was loaded as it is."""
+        """See `AdapterLayer`; also narrow the magnitude, which starts as exact lengths, and loaded tensors."""
         _, dtype = super()._get_base_layer_device_and_dtype(self.get_base_layer())
         for tensors in (getattr(self, each) for each in self.adapter_layer_names):
             if name in tensors and dtype is not None and dtype.is_floating_point:
@@ -108,7 +108,7 @@ class SineLayer(LoraLayer):
                 own.data = own.data.to(dtype)
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[Any, Any]:
-        # No type once the adapters are started: peft casts them to it when low_cpu_mem_usage loads them.
+        # No type once the adapters are initialized: low_cpu_mem_usage loading would cast them to it.
         device, dtype = super()._get_base_layer_device_and_dtype(base_layer)
         made = {*self.lora_A, *self.lora_embedding_A}
         return device, None if made and made <= self.omega.keys() else dtype
@@ -137,7 +137,7 @@ class SineLayer(LoraLayer):
         return effective_weights(weight, [self.factors(name) for name in names], transposed=self.transposed)
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
-        """Return True for linears, and sine-LoRA: rows of W that sine-DoRA scales are a change of full rank."""
+        """Return True for linears, and sine-LoRA: sine-DoRA scales rows of W, a full-rank change."""
         return isinstance(self, SineLinear) and adapter_name not in self.lora_magnitude_vector
 
 
@@ -154,10 +154,10 @@ class _Formed(NamedTuple):
 class _ProductLayer(SineLayer):
     """Around linears and convolutions: one product, or the base's and the delta's, each with no more saved than x.
 
-    One with a plain base and no dropout, with the weight that merging would give. In evaluation without gradients that
-    weight is kept, by the adapters in it, until something that it was formed from changes. Subclasses give `applied`,
-    x through the weight with adapters' deltas (without `base` through the deltas alone), and `multiplied`, x through a
-    weight to the same bits.
+    It is one product, with the weight that merging would give, for a plain base and no dropout. In evaluation without
+    gradients that weight is kept, by its adapters, until something that it was formed from changes. Subclasses give
+    `applied`, x through the weight with adapters' deltas (without `base` through the deltas alone), and `multiplied`,
+    x through a weight to the same bits.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -169,15 +169,15 @@ class _ProductLayer(SineLayer):
         changing = torch.is_grad_enabled() or self.training or torch.compiler.is_compiling() or transformed()
         if changing or weight.is_meta or weight.is_inference() or not all(self.cached[name] for name in names):
             return False
-        if tuple(names) in self._formed:  # asked of its factors when it was formed
+        if tuple(names) in self._formed:  # its factors were checked when it was formed
             return True
         factors = (each[name].weight for name in names for each in (self.lora_A, self.lora_B))
-        return not any(each.is_inference() for each in factors)  # which count no writes
+        return not any(each.is_inference() for each in factors)  # they count no writes
 
     def formed(self, names: Sequence[str]) -> Tensor:
         """Return the weight with these adapters in it, in the base's layout and type; formed again after a change.
 
-        Writes that autograd counts are seen, and those past it (`.data`) to an adapter on the CPU; saving, loading and
+        It detects writes that autograd counts and, to an adapter on the CPU, others (`.data`); saving, loading and
         moving the module, and a call with gradients, also drop what was kept.
         """
         key, held = tuple(names), (self.lora_B, self.lora_A, self.lora_magnitude_vector)
@@ -204,7 +204,7 @@ class _ProductLayer(SineLayer):
         return super()._apply(*args, **kwargs)
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Delete an adapter as peft does, and the weights that it was in."""
+        """Delete an adapter as peft does, and drop the kept weights."""
         self._formed.clear()
         super().delete_adapter(adapter_name)
 
@@ -318,7 +318,7 @@ class _Convolution(_ProductLayer):
         return weight if groups == 1 else torch.block_diag(*weight.flatten(1).chunk(groups))
 
     def merged_weight(self, weight: Tensor, names: Sequence[str]) -> Tensor:
-        """See `LoraLayer`; refuse groups, whose weight has not the delta's channels."""
+        """See `LoraLayer`; refuse groups, whose weight lacks the delta's channels."""
         base = self.get_base_layer()
         if base.groups > 1:
             raise UserError("an adapter on a convolution with groups cannot be merged; keep it as an adapter")

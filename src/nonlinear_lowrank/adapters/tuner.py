@@ -22,19 +22,19 @@ from nonlinear_lowrank.surgery.targets import bypassed_linears, output_head_name
 from .config import BASE_ROWS, AdapterConfig, NamedConfig
 from .weights import AdapterLayer, TensorLayer
 
-_HEADS = {"classifier", "score", "qa_outputs"}  # peft puts them into modules_to_save, whichever there is
+_HEADS = {"classifier", "score", "qa_outputs"}  # peft puts them into modules_to_save, whichever exists
 Tuner = TypeVar("Tuner", bound="type[CheckedTuner]")
 
 
 class NoTargetError(UserError, NoMatchingPeftModuleError):
-    """Error of a model without a module to adapt; peft's own class too."""
+    """Error for a model without a module to adapt; a subclass of peft's."""
 
 
 def register_adapter(config_class: type[NamedConfig]) -> Callable[[Tuner], Tuner]:
-    """Add a method to peft; a decorator of its tuner."""
+    """Register a method with peft; a decorator for its tuner."""
 
     def register(tuner: Tuner) -> Tuner:
-        # `PeftType` is a closed enum that peft asks for the name: a member, as `enum` itself would make it.
+        # peft looks the name up in `PeftType`, a closed enum: add a member as `enum` itself would.
         name = config_class.type_name
         member = str.__new__(PeftType, name)
         member._name_ = member._value_ = name
@@ -48,9 +48,9 @@ def register_adapter(config_class: type[NamedConfig]) -> Callable[[Tuner], Tuner
 
 
 class CheckedTuner(BaseTuner):
-    """Checks of all methods before a model is changed, their merging and batches that mix adapters.
+    """Base of all tuners: checks before a model is changed, merging, and batches that mix adapters.
 
-    Beside a tuner of peft's among the bases, or with `AdapterModel`'s own way to put layers in.
+    A tuner also derives from one of peft's, or from `AdapterModel`, which puts layers in itself.
     """
 
     prefix: str
@@ -93,9 +93,9 @@ class CheckedTuner(BaseTuner):
         bad = adapter_name == BASE_ROWS or not adapter_name or "." in adapter_name
         if bad or hasattr(nn.ModuleDict(), adapter_name):
             raise UserError(f"an adapter cannot be called {adapter_name!r}; choose a plain word without dots")
-        # The names in a state dict stand above the config's targets: nothing to check.
+        # Names in a state dict override the config's targets: nothing to check.
         self._targets_are_given = kwargs.get("state_dict") is not None
-        # Of a former get_peft_model, whose config need not have made the same tensors in the same places.
+        # Left by an earlier get_peft_model, whose config may have made other tensors in other places.
         for layer in model.modules():
             if isinstance(layer, AdapterLayer) and layer.present([adapter_name]):
                 layer.delete_adapter(adapter_name)
@@ -123,7 +123,7 @@ class CheckedTuner(BaseTuner):
         if every and not parameters and (experts := unreached_experts(model)):
             warnings.warn(f"{type(peft_config).__name__}: {experts}: they get no adapter", stacklevel=2)
         _maybe_include_all_linear_layers(peft_config, model)
-        if every:  # a classifier of images is no output embedding, which peft leaves out
+        if every:  # an image classifier is not an output embedding, which peft skips
             peft_config.target_modules -= output_head_names(model).keys()
         targets = self._acting(peft_config, model, every)
         for name, module in targets.items():
@@ -139,7 +139,7 @@ class CheckedTuner(BaseTuner):
             if unused:
                 raise UserError(f"{pattern} has {', '.join(map(repr, unused))}, which match no adapted module")
         for field in ("modules_to_save", "trainable_token_indices"):
-            given = getattr(peft_config, field, None) or ()  # token indices alone are those of the input embedding
+            given = getattr(peft_config, field, None) or ()  # bare token indices belong to the input embedding
             for key in {each for each in given if isinstance(each, str)} - _HEADS:
                 if not any(name.endswith(key) for name, _ in model.named_modules()):
                     raise UserError(f"{field} has {key!r}, which matches no module of {type(model).__name__}")
@@ -166,7 +166,7 @@ class CheckedTuner(BaseTuner):
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
         trained = {name for name, tensor in self.named_parameters() if tensor.requires_grad}
         super()._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
-        for name, tensor in self.named_parameters():  # peft makes new ones of an embedding's, which are trained
+        for name, tensor in self.named_parameters():  # peft replaces an embedding's by new, trainable ones
             tensor.requires_grad_(name in trained)
         for layer in self.model.modules() if not autocast_adapter_dtype else ():
             if isinstance(layer, AdapterLayer):
@@ -193,7 +193,7 @@ class CheckedTuner(BaseTuner):
                 if not isinstance(weight, nn.Parameter):
                     raise UserError(f"{name} has no weight of its own that a merge could change; use it unmerged")
                 if others := [each for each, _ in held.get(id(weight), ()) if not f"{each}.".startswith(f"{name}.")]:
-                    raise UserError(f"{name} and {others[0]} have one weight; use it unmerged, or nlr merge if tied")
+                    raise UserError(f"{name} and {others[0]} share one weight; use it unmerged, or nlr merge if tied")
 
     def _before_merge(self, adapter_names: list[str] | None, safe_merge: bool) -> None:
         if isinstance(adapter_names, str):
@@ -201,7 +201,7 @@ class CheckedTuner(BaseTuner):
         if unknown := sorted({*(adapter_names or [])} - {*(known := self.peft_config)}):
             raise UserError(f"there is no adapter {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
         self._check_merge_allowed()
-        # All before the first: a merge that fails half way would leave a model that is neither.
+        # Check all before changing any: a merge that fails halfway would leave a half-merged model.
         for module in self.model.modules() if safe_merge else ():
             if isinstance(module, AdapterLayer):
                 module.check_merge(adapter_names)
@@ -312,7 +312,7 @@ class AdapterModel(CheckedTuner):
 
 
 def _see_length(length: list[int], _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Keep the length of a model's sequences."""
+    """Record the length of a model's sequences."""
     given = (kwargs.get(name) for name in ("input_ids", "inputs_embeds"))
     shaped = next((each for each in (*args, *given) if isinstance(each, Tensor) and each.ndim > 1), None)
     length[:] = [] if shaped is None else [shaped.shape[1]]
@@ -321,7 +321,7 @@ def _see_length(length: list[int], _module: nn.Module, args: Any, kwargs: dict[s
 def _give_names(
     names: list[str], length: list[int], _module: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Pass an adapter a row on; a token where the model has flattened its sequences (shared experts, routers)."""
+    """Pass on one adapter per row; per token where the model has flattened its sequences (shared experts, routers)."""
     x = args[0] if args else None
     if length and isinstance(x, Tensor) and x.ndim == 2 and len(x) == len(names) * length[0]:
         names = [name for name in names for _ in range(length[0])]

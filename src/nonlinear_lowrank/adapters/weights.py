@@ -1,6 +1,6 @@
 """Layers of all fine-tuning methods, so that a method's file holds only its formula.
 
-A method is a config (`config.AdapterConfig`), a layer (`WeightLayer`, or `TensorLayer` around modules that are no
+A method is a config (`config.AdapterConfig`), a layer (`WeightLayer`, or `TensorLayer` around modules without a
 matrix) and a tuner (`tuner.AdapterModel`); docs/add-a-method.md has an example. A method whose tensors are LoRA's takes
 peft's LoRA layers instead, see `lora`.
 
@@ -8,8 +8,8 @@ Rules that peft's own machinery imposes:
 
 - A parameter is `<prefix><what>.<adapter>.weight`, in a module of its own (`AdapterTensor`) as LoRA's factors are:
   trl copies reference adapters by the name part `.<adapter>.`, and offloading acts when a module is called.
-- Class names: a layer over a linear has "Linear" in its name, any other has not ("all-linear" of a second
-  adapter goes by it).
+- Class names: a layer over a linear has "Linear" in its name, no other has ("all-linear" of a second adapter
+  relies on it).
 - Adapters are float32 beside a bfloat16 base unless autocast_adapter_dtype=False: cast the small matrices to
   the input's type for products, never the input to float32.
 - `names` of `adapted` are sorted, so that results do not depend on the order of loading.
@@ -34,7 +34,7 @@ _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class AdapterTensor(nn.Module):
-    """One trained tensor of one adapter; call it for the tensor, so that hooks which bring it to memory run."""
+    """One trained tensor of one adapter; call it for the tensor, so that hooks that load it run."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -46,11 +46,11 @@ class AdapterTensor(nn.Module):
 
 
 class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
-    """A module with adapters around it, called with the active ones or with one a row."""
+    """A module with adapters around it, called with the active ones or with one per row."""
 
     base_layer: Any
 
-    if TYPE_CHECKING:  # torch's own tell no more than Tensor or Module
+    if TYPE_CHECKING:  # torch's own say only Tensor or Module
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -71,7 +71,7 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
         """Give an adapter's tensors that are drawn wide the base's type, with autocast_adapter_dtype=False."""
 
     def unmerge(self) -> None:
-        """Put the base back as it was, to the bit; do nothing where nothing is merged."""
+        """Restore the base bit-exactly; do nothing where nothing is merged."""
 
     def present(self, names: Sequence[str]) -> list[str]:
         """Return those of the adapters that this module has, sorted."""
@@ -81,8 +81,8 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
     def forward(self, x: Tensor, *args: Any, adapter_names: list[str] | None = None, **kwargs: Any) -> Tensor:
         """Call the base module, on x with its batch first, with the active adapters.
 
-        `adapter_names` has one adapter a row of x, or "__base__" for none, instead; UserError where they do not fit x,
-        or adapters are merged.
+        `adapter_names` instead names one adapter per row of x, or "__base__" for none; UserError where they do not fit
+        x, or adapters are merged.
         """
         if self.disable_adapters and self.merged:
             self.unmerge()
@@ -95,7 +95,7 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
         if len(x) != len(adapter_names):
             raise UserError(
                 "Length of `adapter_names` should be the same as the number of inputs, but got "
-                f"{len(adapter_names)} and {len(x)} respectively; give one name a row"
+                f"{len(adapter_names)} and {len(x)} respectively; give one name per row"
             )
         if self.merged:
             raise UserError(
@@ -191,7 +191,7 @@ class TensorLayer(AdapterLayer):
         raise NotImplementedError
 
     def reset_adapter(self, name: str) -> None:
-        """Draw the adapter's tensors in place, as its config says; must do on the meta device."""
+        """Draw the adapter's tensors in place, as its config says; must work on the meta device."""
         raise NotImplementedError
 
     def roles(self, name: str) -> Mapping[str, Role]:
@@ -224,7 +224,7 @@ class TensorLayer(AdapterLayer):
         return {f"{tensor}.{name}.weight": role for name in self.configs for tensor, role in self.roles(name).items()}
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[Any, Any]:
-        # No type: peft casts the tensors to it when they are loaded.
+        # No type: peft would cast loaded tensors to it.
         return super()._get_base_layer_device_and_dtype(base_layer)[0], None
 
 
@@ -252,7 +252,7 @@ def is_plain(base: nn.Module) -> bool:
 
 
 def is_hooked(base: nn.Module) -> bool:
-    """Return whether something runs, or brings the weight, when a module is called."""
+    """Return whether calling a module runs hooks, such as one that loads the weight."""
     return bool(base._forward_hooks or base._forward_pre_hooks) or hasattr(base, "_hf_hook")
 
 

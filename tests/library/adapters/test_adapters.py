@@ -152,7 +152,7 @@ def test_mixing_adapters_in_a_batch(row):
     for i, name in enumerate(names):
         model.set_adapter("default" if name == "__base__" else name)
         assert_close_by_norm(mixed[i], before[i] if name == "__base__" else logits(model, inputs)[i])
-    for bad, word in ((["nobody"] * 4, "nobody"), (["default"] * 3, "one name a row")):
+    for bad, word in ((["nobody"] * 4, "nobody"), (["default"] * 3, "one name per row")):
         with pytest.raises(UserError, match=word):
             logits(model, inputs, adapter_names=bad)
     with pytest.raises(UserError, match="training mode"):

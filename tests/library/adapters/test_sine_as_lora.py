@@ -333,7 +333,7 @@ def test_tied_weights_have_tied_adapters():
 def test_a_weight_that_another_module_holds_is_not_merged():
     base = model_helpers.llama(tie_word_embeddings=True)
     model = get_peft_model(base, SineLoraConfig(r=2, target_modules=["embed_tokens"]))
-    with pytest.raises(UserError, match=r"model.embed_tokens and .*lm_head have one weight; use it unmerged"):
+    with pytest.raises(UserError, match=r"model.embed_tokens and .*lm_head share one weight; use it unmerged"):
         model.merge_and_unload()
 
 
