@@ -76,7 +76,7 @@ def optimize_for_inference(model: nn.Module, *, fuse_shared_inputs: bool = True,
 
 
 def can_be_optimized(model: nn.Module) -> bool:
-    """Return whether `optimize_for_inference` finds something: nonlinear queries and QK-norm, say, stay as they are."""
+    """Return whether `optimize_for_inference` would change anything; nonlinear queries and QK-norm stay as they are."""
     return _has_adapters(model) or any(map(_optimizable, model.modules()))
 
 
@@ -94,7 +94,7 @@ def _merged(model: Any) -> Any:
         return model
     try:
         return model.merge_and_unload(safe_merge=True)
-    except (ValueError, NotImplementedError, AttributeError) as error:  # peft's, in many words
+    except (ValueError, NotImplementedError, AttributeError) as error:  # peft's are long
         kinds = ", ".join(sorted({str(config.peft_type) for config in model.peft_config.values()}))
         raise UserError(f"adapters of {kinds} cannot be merged here: {one_line(error)}") from error
 

@@ -9,11 +9,11 @@
 `augment` turns the model, in place, into its augmented twin: class, config class and the config's list
 `nonlinear_lowrank`, to which every further augment appends. Augment the model that is saved, not a part of it.
 
-Without this package `trust_remote_code=True` runs the modeling file that is saved too (`modeling_file`), plain formulas
-in one file; a model saved without it (`model.config.modeling_file = False`) fails by its model_type
-`nonlinear_lowrank_...`. **A concrete class cannot be
-stopped**: `GlmForCausalLM.from_pretrained("out")` drops the branches and only warns of unexpected tensors. Loading here
-is strict: tensors that are missing, or that nothing reads, raise `UserError`, unless another head is asked for.
+Without this package, `trust_remote_code=True` runs the saved modeling file (`modeling_file`): plain formulas in one
+file. A model saved without it (`model.config.modeling_file = False`) fails on its model_type `nonlinear_lowrank_...`.
+**A concrete class cannot be stopped**: `GlmForCausalLM.from_pretrained("out")` drops the branches and only warns of
+unexpected tensors. Loading here is strict: tensors that are missing, or that nothing reads, raise `UserError`, unless
+another head is asked for.
 """
 
 import importlib

@@ -21,7 +21,7 @@ from .storage import CARD, read_json, versions
 _PEFT_TEMPLATE = "# Model Card for Model ID"  # peft's own card from here on, which says nothing
 _PEFT_LOADING = re.compile(r"## Loading\n\n```python\n.*?\n```\n?", re.DOTALL)  # of our configs, which know less
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-# Of an adapter's config: what peft keeps for itself.
+# Fields of an adapter's config for peft alone.
 _NOT_SETTINGS = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"}
 _PIPELINES = {
     "ForCausalLM": "text-generation",
@@ -61,7 +61,7 @@ def write_card(
     data.library_name = "peft" if adapter else "transformers"
     pipelines = (pipeline for head, pipeline in _PIPELINES.items() if architecture.endswith(head))
     data.pipeline_tag = data.pipeline_tag or next(pipelines, None)
-    # The hub refuses a card whose base is a path; what peft wrote of one goes too.
+    # The hub refuses a card whose base is a path, so any path that peft wrote goes.
     data.base_model = base if base is not None and shown_name(base) == base else None
     names = {re.sub(r"\W+", "-", name.partition(" (")[0].removeprefix("NLR_").lower()) for name in methods}
     tags = {*(data.tags or []), "nonlinear-lowrank", *names}
@@ -88,11 +88,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def shown_name(name: str) -> str:
-    """Return a name of the hub as it is, of a path its last part or the model that it caches: a card goes to others."""
+    """Return a hub name unchanged, of a path the model that it caches or its last part: cards are shared."""
     if cached := re.search(r"models--([^/\\]+)[/\\]snapshots[/\\]", name):
         return cached[1].replace("--", "/")
     local = name.startswith(("/", ".", "~")) or Path(name).exists() or not _HUB_NAME.fullmatch(name)
-    return PureWindowsPath(name).name if local else name  # which knows both kinds of slashes
+    return PureWindowsPath(name).name if local else name  # splits at both kinds of slashes
 
 
 def table(values: Mapping[str, Any]) -> str:
@@ -111,7 +111,7 @@ def _methods(config: Mapping[str, Any], adapter: Mapping[str, Any]) -> dict[str,
     if adapter:
         given = {name: value for name, value in adapter.items() if name not in _NOT_SETTINGS and value is not False}
         found[str(adapter.get("peft_type"))] = {k: v for k, v in given.items() if v not in (None, {}, [], "")}
-    alike: dict[str, list[Mapping[str, Any]]] = {}  # but for numbers, as gains that were fitted to each layer
+    alike: dict[str, list[Mapping[str, Any]]] = {}  # except for numbers, such as gains fitted to each layer
     for entry in config.get(FIELD) or []:
         kind = {name: "" if isinstance(value, float) else value for name, value in entry["config"].items()}
         alike.setdefault(f"{entry['method']} {kind}", []).append(entry)
@@ -124,7 +124,7 @@ def _methods(config: Mapping[str, Any], adapter: Mapping[str, Any]) -> dict[str,
 
 
 def _range(values: Sequence[Any]) -> Any:
-    """Return the value that all are, or the first and last of numbers that differ."""
+    """Return the common value, or the range of numbers that differ."""
     return values[0] if all(each == values[0] for each in values) else f"{min(values):.6g} to {max(values):.6g}"
 
 
@@ -157,7 +157,7 @@ def loading_code(folder: Path, base: str | None = None) -> str:
     if adapter := _read(folder / ADAPTER_CONFIG):
         named = base or str(adapter.get("base_model_name_or_path"))
         name = base_class(adapter) or "AutoModel"
-        # A base knows its own number of labels, or none: that of the adapter's head must be told.
+        # A base knows at most its own number of labels: pass that of the adapter's head.
         labels = head_labels(folder)
         more = "" if labels is None else f", num_labels={labels}, ignore_mismatched_sizes=True"
         if (folder / BASE).is_dir():

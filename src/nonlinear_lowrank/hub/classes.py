@@ -43,10 +43,10 @@ from .registration import CLASS_PREFIX, FIELD, OWN_TYPES, TYPE_PREFIX
 
 
 class DenseNames(WeightRenaming):
-    """Renaming, between files and memory, of what belongs to the dense part of the layers of one model.
+    """Renaming, between files and memory, of the tensors in the dense parts of one model's layers.
 
-    `layers` has, by whole name, the child that is the dense part and the names of the layer's own tensors; `prefix` is
-    the backbone's within a model with a head, which a file may have or lack.
+    `layers` maps whole names to the child that is the dense part and to the layer's own tensors; `prefix` is the
+    backbone's within a model with a head, which a file may have or lack.
     """
 
     __slots__ = ("layers", "prefix", "saving")
@@ -76,7 +76,7 @@ class DenseNames(WeightRenaming):
         return DenseNames(self.layers, self.prefix, saving=not self.saving)
 
     def on_dense(self, model: Any, conversions: list[WeightTransform]) -> list[WeightTransform]:
-        """Return conversions whose converters, which split a file's tensor over linears, name dense parts, and this.
+        """Return the conversions and this; those that split a file's tensor over linears now name dense parts.
 
         transformers converts after it renames on loading, and before on saving. A converter that would have to name
         dense parts in some layers only is dropped: the linears then have tensors of their own in files too.
@@ -112,7 +112,7 @@ def dense_names(model: Any) -> DenseNames | None:
 
 
 def in_files(model: Any, tensors: Mapping[str, Any], *, reverse: bool = False) -> dict[str, Any]:
-    """Return the tensors of a model by the names that files have, of those in memory; with `reverse` the other way."""
+    """Return a model's tensors renamed from memory's names to those in files; with `reverse` the other way."""
     if (names := dense_names(model)) is None:
         return dict(tensors)
     names = names if reverse else names.reverse_transform()
@@ -255,7 +255,7 @@ def _methods_in(model: Any) -> set[Method]:
 
 
 def _mark_drawn(model: Any) -> None:
-    """Mark layers that are drawn as transformers marks its own."""
+    """Mark layers as drawn, as transformers marks its own."""
     for layer in augmented_layers(model):
         layer._is_hf_initialized = True
         if (dense := dense_part(layer)) is not None:
@@ -285,7 +285,7 @@ def _entries_for(model: Any, entries: list[Any]) -> list[dict[str, Any]]:
 
 
 def _renamed(row: dict[str, Any], names: Collection[str], prefix: str) -> dict[str, Any]:
-    """Return a row with its "modules" as they are spelled among `names`, without those that are not there."""
+    """Return a row with its "modules" as `names` spells them, without those absent there."""
     spellings = [(name, name.removeprefix(prefix), prefix + name) for name in row["modules"]]
     found = (next((name for name in each if name in names), None) for each in spellings)
     return {**row, "modules": [name for name in found if name is not None]}
@@ -310,7 +310,7 @@ def check_loading_info(model: Any, info: dict[str, Any]) -> None:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Let transformers and the hub say nothing and show no bar."""
+    """Silence transformers and the hub, progress bars included."""
     verbosity, bars, hub = logging.get_verbosity(), logging.is_progress_bar_enabled(), hub_logging.get_verbosity()
     logging.set_verbosity_error()
     hub_logging.set_verbosity_error()
@@ -460,7 +460,7 @@ def _model_mappings() -> dict[str, Any]:
 
 
 def _share_weight_conversions(base: str, twin: str) -> None:
-    """Give a twin its base's renamings between disk and memory (ViT has such), kept by class and by type."""
+    """Give a twin its base's renamings between disk and memory (ViT has some), kept by class and by type."""
     if (conversions := conversion_mapping.get_checkpoint_conversion_mapping(base)) is not None:
         conversion_mapping.register_checkpoint_conversion_mapping(twin, conversions, overwrite=True)
 
@@ -475,7 +475,7 @@ def _share_processors(base: Any, twin: Any) -> None:
     if base.model_type in tokenizers.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS:
         tokenizers.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS.add(twin.model_type)
     mappings = [tokenizers.TOKENIZER_MAPPING]
-    # Importing these takes seconds, so only where images are.
+    # Importing these takes seconds, so only for images.
     if any(hasattr(base, name) for name in ("image_size", "patch_size", "vision_config")):
         from transformers.models.auto import image_processing_auto, processing_auto
 
@@ -506,7 +506,7 @@ def make_saveable(model: nn.Module, entry: dict[str, Any]) -> None:
         dict.__setitem__(_CAN_RECORD_REGISTRY, str(twin), model._can_record_outputs)
         model.__class__ = twin
         config.modeling_file = True
-    # In the form that is read back: JSON has lists, no tuples.
+    # In the form that is read back: JSON has lists, not tuples.
     setattr(config, FIELD, [*(getattr(plain_config, FIELD, None) or []), json.loads(json.dumps(entry))])
     # Inner modules hold the same config object, or a part of it.
     for module in model.modules():

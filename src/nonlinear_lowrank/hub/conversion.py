@@ -40,7 +40,7 @@ _SEQUENCES, _TOKENS = 2, 32
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """Result of `convert`: what was put in, and how far the outputs are from the input model's."""
+    """Result of `convert`: what was put in, and how far the outputs moved from the input model's."""
 
     output: Path
     augmented: AugmentReport
@@ -79,9 +79,9 @@ def convert(
     overwrite: bool = False,
     **load: Any,
 ) -> ConvertReport:
-    """Put a method's layers into a plain checkpoint, and keep what it was trained to.
+    """Put a method's layers into a plain checkpoint, and keep what it has learned.
 
-    The output is written beside its place and renamed when it is whole, measured, and loadable.
+    The output is written beside its place, and renamed once it is complete, measured and loadable.
 
     Args:
         input_dir: a plain model as save_pretrained writes it, safetensors only.
@@ -112,7 +112,7 @@ def convert(
     given, config = config, method.converted(config)
     for each in fields(config):
         if (value := getattr(given, each.name)) not in (each.default, getattr(config, each.name)):
-            raise UserError(f"{each.name}={value!r} draws the weights anew, which convert keeps; omit it")
+            raise UserError(f"{each.name}={value!r} redraws the weights, which convert keeps; omit it")
     if up_init == "paper" and not method.draws_up:
         raise UserError("up_init='paper' is for NOBLE's up projections; omit it")
     source, output = check_folder(input_dir).resolve(), Path(output_dir).expanduser().resolve()
@@ -160,7 +160,7 @@ def random_inputs(model: Any) -> dict[str, Tensor]:
     if hasattr(config, "vision_config"):
         names = {"input_ids"} if image_token is not None else {"input_ids", "pixel_values"}
     inputs: dict[str, Tensor] = {}
-    # A decoder's classifier reads the last token before the padding, and takes no two rows where none is defined.
+    # A decoder's classifier reads the last token before the padding; without a padding token it takes one row.
     unpadded = getattr(text, "pad_token_id", None) is None
     rows = 1 if unpadded and type(model).__name__.endswith("ForSequenceClassification") else _SEQUENCES
     if "input_ids" in names:
@@ -201,7 +201,7 @@ def first_output(model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, str]:
 
 
 def copy_companions(source: Path, folder: Path, *, without: str = "") -> tuple[str, ...]:
-    """Copy what belongs to a model beside its weights (tokenizer, licence, ...), but for one; return the names."""
+    """Copy what belongs to a model beside its weights (tokenizer, licence, ...) except `without`; return the names."""
     found = {path for pattern in _COMPANIONS for path in source.glob(pattern) if path.is_file()}
     rewritten = {path for pattern in _REWRITTEN for path in source.glob(pattern)}
     names = sorted({path.relative_to(source).as_posix() for path in found - rewritten} - {without})

@@ -117,7 +117,7 @@ class KatForImageClassification(ViTForImageClassification):
         self.post_init()
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Save as PreTrainedModel does; where no images' mean and deviation are, with those of released models."""
+        """Save as PreTrainedModel does; where no image mean and deviation are saved, add the released models'."""
         super().save_pretrained(save_directory, *args, **kwargs)
         file = Path(save_directory) / "preprocessor_config.json"
         if self.config.num_channels == 3 and not file.exists():
@@ -132,7 +132,7 @@ def released_model(state: Mapping[str, Tensor], *, heads: int | None = None) -> 
 
     Args:
         state: its state dict, which gives all sizes.
-        heads: attention heads, which the state does not tell; None: of 64 channels each, as in every released model.
+        heads: attention heads, which the state does not give; None: of 64 channels each, as in every released model.
 
     Raises:
         UserError: the heads do not divide the width, or a tensor is missing, unknown or of another shape.
@@ -144,7 +144,7 @@ def released_model(state: Mapping[str, Tensor], *, heads: int | None = None) -> 
         )
         groups = len(state["blocks.0.mlp.act2.weight_denominator"])
     except KeyError as error:
-        raise UserError(f"the state dict has no {error}: it is of no KAT") from error
+        raise UserError(f"the state dict has no {error}: it is not a KAT's") from error
     heads = heads or width // _HEAD
     if not heads or width % heads:
         raise UserError(f"a width of {width} does not divide into {heads} heads; give their number as heads=")
@@ -161,7 +161,7 @@ def released_model(state: Mapping[str, Tensor], *, heads: int | None = None) -> 
     config.num_labels = len(labels)
     model = KatForImageClassification(config)
     ours = _translated(state, groups)
-    check_shapes("the state dict is of no KAT", {name: each.shape for name, each in model.state_dict().items()}, ours)
+    check_shapes("the state dict is not a KAT's", {name: each.shape for name, each in model.state_dict().items()}, ours)
     model.load_state_dict(ours)
     return model.eval()
 

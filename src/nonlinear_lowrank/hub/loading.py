@@ -118,7 +118,7 @@ def check_causal(path: str | Path, config: dict[str, Any] | None = None) -> None
     registered = {each.__name__ for each in MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.values()}
     names = config.get("architectures") or ["no model class"]
     if str(names[0]).removeprefix(CLASS_PREFIX) not in registered.union(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
-        raise UserError(f"{path} is no causal language model: its config.json names {names[0]}")
+        raise UserError(f"{path} is not a causal language model: its config.json names {names[0]}")
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -137,7 +137,7 @@ def base_of(path: str | Path, base: str | None = None) -> str:
     if named.startswith((".", "/", "~")):
         named = str(Path(named).expanduser())
         if not Path(named).is_dir():
-            raise UserError(f"the base model {named!r} of {path} is no folder here; pass --base FOLDER")
+            raise UserError(f"the base model {named!r} of {path} is not a folder here; pass --base FOLDER")
     return str(Path(path) / BASE) if base is None and (Path(path) / BASE).is_dir() else find_encoder(named)
 
 
@@ -165,7 +165,7 @@ def head_labels(folder: Path) -> int | None:
 def load_causal_adapter(path: str | Path, *, base: str | None = None, **kwargs: Any) -> Any:
     """Load a base language model (default: the one that the adapter names) with an adapter on it, unmerged.
 
-    As peft's AutoPeftModelForCausalLM, but what is missing, damaged, pickled or does not fit is a UserError. `kwargs`
+    Like peft's AutoPeftModelForCausalLM, but a missing, damaged, pickled or unfit file is a UserError. `kwargs`
     are for the base model's from_pretrained.
     """
     folder = check_folder(path)
@@ -240,5 +240,5 @@ def _from_hub(name: str, folder: Path, kwargs: dict[str, Any]) -> Any:
     except UserError:
         raise
     except BUILD_ERRORS as error:
-        reason = f"is no folder, nor on the hub ({one_line(error)})"
+        reason = f"is neither a folder nor on the hub ({one_line(error)})"
         raise UserError(f"the base model {name!r} of {folder} {reason}; pass --base FOLDER") from error

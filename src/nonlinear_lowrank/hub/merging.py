@@ -49,8 +49,8 @@ class MergeReport:
     """Result of `merge_adapter`, and how far its outputs are from the base's with the adapter on it."""
 
     difference: float
-    """Largest absolute difference of the outputs on random inputs, after writing and loading again; the adapted ones
-    are those in float32, so that what rounding to the weights' type does is in it."""
+    """Largest absolute difference of the outputs on random inputs, after writing and loading again; the adapted
+    outputs are in float32, so it includes the rounding to the weights' type."""
     scale: float
     """Largest absolute output."""
     text: str
@@ -70,7 +70,7 @@ def merge_adapter(
 ) -> MergeReport:
     """Write the base model with an adapter merged into it; the adapter may be any of peft's that merges into weights.
 
-    The output is written beside its place and renamed when it is whole, measured, and loadable. The base is held in
+    The output is written beside its place, and renamed once it is complete, measured and loadable. The base is held in
     float32 meanwhile, four bytes a parameter (float64 stays, quantized weights stay quantized), and rounded once.
 
     Args:
@@ -104,19 +104,19 @@ def merge_adapter(
     adapted, main, types = _adapted(folder, config, named, dtype)
     plain: Any = adapted.get_base_model()
     inputs = random_inputs(plain)
-    if main is not None:  # what the written model can be given too
+    if main is not None:  # the written model takes these too
         inputs = _floats_to(_floats_to(inputs, main), plain.dtype)
     before, measured = first_output(adapted, inputs)
     was_tied = getattr(plain.config, "tie_word_embeddings", False)
     untied = _untie(plain, folder)
     try:
         with warnings.catch_warnings():
-            # Of ties, which `_untie` has seen to; peft itself unties what modules_to_save holds, as the report says.
+            # About ties, which `_untie` has undone; peft itself unties what modules_to_save holds, as the report says.
             warnings.filterwarnings("ignore", "Model with `tie_word_embeddings=True`|Input and output embeddings")
             model = adapted.merge_and_unload(safe_merge=True)
     except UserError as error:
         raise UserError(f"{folder}: {error}") from error
-    except (ValueError, NotImplementedError, AttributeError) as error:  # peft's, in many words
+    except (ValueError, NotImplementedError, AttributeError) as error:  # peft's are long
         raise UserError(f"a {peft_type} adapter cannot be merged here: {one_line(error)}") from error
     untied |= was_tied and not model.config.tie_word_embeddings
     rounded = None
@@ -129,7 +129,7 @@ def merge_adapter(
     with staged_output(output, {}) as place:
         model.save_pretrained(place)
         del model, adapted, plain
-        plain_base = Path(named).is_dir() and not (folder / BASE).is_dir()  # an encoder's say that it is no classifier
+        plain_base = Path(named).is_dir() and not (folder / BASE).is_dir()  # an encoder's would name no classifier
         copied = set(copy_companions(Path(named), place) if plain_base else ())
         copied |= {*copy_companions(folder, place, without=ADAPTER_CONFIG)}  # added tokens win
         after, _ = first_output(load_model(place), inputs)
@@ -251,16 +251,16 @@ def _check_complete(adapted: Any, info: Mapping[str, Any], named: str) -> None:
     if lost := sorted(drawn.intersection(kept)):
         module = lost[0].partition(".")[0]
         raise UserError(
-            f"the base {named} has no {lost[0]}, and the adapter does not bring it: tune with modules_to_save that "
-            f"also has {module!r}"
+            f"the base {named} has no {lost[0]}, and the adapter does not bring it: tune with "
+            f"{module!r} in modules_to_save too"
         )
 
 
 def _untie(model: Any, folder: Path) -> bool:
-    """Give layers that are merged a weight of their own where another module has the same one; return if any had.
+    """Give merged layers a weight of their own where another module shares it; return whether any did.
 
     Raises:
-        UserError: the model's config cannot say so, for it is no output head that shares the embedding's weight.
+        UserError: the sharing is not that of output head and embedding, so the config cannot record the untying.
     """
     from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -276,7 +276,7 @@ def _untie(model: Any, folder: Path) -> bool:
             continue
         if not {id(module) for _, module in sharing} <= ends:
             others = ", ".join(other.removesuffix(".base_layer") for other, module in sharing if module is not base)
-            raise UserError(f"{folder} changes {name}, whose weight {others} has too; use the adapter unmerged")
+            raise UserError(f"{folder} changes {name}, whose weight {others} shares; use the adapter unmerged")
         base.weight = torch.nn.Parameter(base.weight.detach().clone(), requires_grad=base.weight.requires_grad)
         for part in (model.config, model.config.get_text_config()):
             part.tie_word_embeddings = False

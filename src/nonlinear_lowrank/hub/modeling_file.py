@@ -51,8 +51,8 @@ class {prefix}{model}(AugmentedModel, {model}):
 def write_modeling_file(config: Any, base: Any, folder: str | Path) -> None:
     """Write the file into a folder for an augmented config of the plain class `base`, and set the config's `auto_map`.
 
-    Nothing is written, and there is no `auto_map`, with `config.modeling_file = False`, for a backbone that
-    transformers does not have, and for a method without a part.
+    With `config.modeling_file = False`, a backbone that transformers lacks, or a method without a part, nothing is
+    written and no `auto_map` set.
     """
     vars(config).pop("auto_map", None)
     entries = getattr(config, FIELD, None) or []
@@ -81,7 +81,7 @@ def _auto_models(base: Any) -> dict[str, Any]:
 
 
 def _parts(entries: Iterable[Mapping[str, Any]], family: str) -> list[str]:
-    """Return modules whose text these methods need, each behind those it needs; none where a method has no part.
+    """Return modules whose text these methods need, each after those it needs; none where a method has no part.
 
     `family` is the model's package in transformers.
     """

@@ -1,5 +1,5 @@
-"""Modules that peft's tuners take in augmented models: those in the layers that a config names, or where it names none
-those it takes in the plain model.
+"""Modules that peft's tuners take in augmented models: those in the layers that a config names, else those that the
+tuner takes in the plain model.
 
 peft chooses them by the model_type of the config, and a twin has one of its own. The linear beside a branch is
 "q_proj.dense", that behind QK-norm "q_proj.projection".
@@ -17,12 +17,12 @@ from .registration import TYPE_PREFIX
 
 def fill_in_targets(tuner: Any, model: Any, config: Any) -> None:
     """Set `config.target_modules` for an augmented model: where it is None and the tuner knows the plain model's type,
-    and where it has names, of layers that must not be taken whole: what is merged would be scaled, or gated.
+    and where it names layers that must not be taken whole, because a merge would be scaled or gated.
 
     The same for NoRA++'s `lora_target_modules`, where they are names; its `target_modules` are activations.
 
-    Names that no longer hold a linear of their own (sine low-rank weights, nonlinear queries) are left out of the
-    former. Among the latter they raise UserError, except with our own tuners, which take such layers whole.
+    Names that no longer hold a linear of their own (sine low-rank weights, nonlinear queries) are dropped in
+    the first case. In the second they raise UserError, except with our own tuners, which take such layers whole.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     known = getattr(tuner, "target_module_mapping", {}).get(str(model_type).removeprefix(TYPE_PREFIX))

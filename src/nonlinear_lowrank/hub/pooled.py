@@ -140,12 +140,12 @@ def find_encoder(name: str) -> str:
 
 
 def _beside(folder: Path, name: str) -> str:
-    """Return the place of an encoder that was recorded as a path ("./..."); names of the hub are none."""
+    """Return where an encoder recorded as a path ("./...") lies; hub names are returned unchanged."""
     if not name.startswith("./"):
         return name
     places = [Path(name), *(above / name for above in folder.absolute().parents[:2])]
     if (found := next((place for place in places if place.is_dir()), None)) is None:
-        raise UserError(f"the encoder of {folder} was in {name}; start where that folder is, or put it beside {folder}")
+        raise UserError(f"the encoder of {folder} was in {name}; run where that folder is, or put it beside {folder}")
     return str(found)
 
 

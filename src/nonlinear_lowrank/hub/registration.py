@@ -1,16 +1,16 @@
 """Register our types with transformers, peft and diffusers, without importing them, or torch, before anybody else does.
 
-Each is told at the moment it is imported, or at once where it already is:
+This happens when each is imported, or at once where it already is:
 
 - `AutoConfig` gets a stub for every backbone's augmented twin. Its class is built when something is asked of it:
   transformers knows more than 400 backbones.
 - Methods' modules of adapters are imported with peft, to which they register themselves (`adapters.tuner`). A saved
   adapter names its type in adapter_config.json: a process without this package fails there with `KeyError: 'NLR_...'`.
   Tuners find the modules of an augmented model that they take by default (`peft_targets`).
-- diffusers' `load_lora_adapter` builds a LoraConfig out of the settings in a file, whatever they are of; of ours it is
-  given the config that they are of.
-- Our own `augment` is told to make saveable what it augmented, and `save_pretrained` refuses the model around it; it
-  also deletes the manifest of a folder that it writes over.
+- diffusers' `load_lora_adapter` builds a LoraConfig from a file's settings, whatever the method; for ours it gets
+  the method's own config.
+- Our own `augment` gets a hook that makes its result saveable. `save_pretrained` refuses a model around that, and
+  deletes the manifest of a folder that it overwrites.
 """
 
 import importlib
@@ -109,7 +109,7 @@ def _on_speech(speech: Any) -> None:
         model_type = str(getattr(config, "model_type", ""))
         if not model_type.startswith(TYPE_PREFIX):
             return init(*args, **kwargs)
-        # Asked for by name: another than Whisper is given the first 30 seconds, and no timestamps.
+        # The pipeline looks for Whisper by name; another model gets the first 30 seconds, and no timestamps.
         config.model_type = model_type.removeprefix(TYPE_PREFIX)  # type: ignore[union-attr]
         try:
             return init(*args, **kwargs)

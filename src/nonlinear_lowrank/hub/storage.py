@@ -1,7 +1,7 @@
 """Files of models and of runs: written whole or not at all, and checked before anything is loaded from them.
 
 A folder is written beside its final place under a name that starts with `.tmp-`, hashed into a manifest, synced to disk
-and renamed. What is found under `.tmp-` was left by a killed process and can go. No pickle is ever opened.
+and renamed. A leftover `.tmp-` folder is from a killed process and can be deleted. No pickle is ever opened.
 """
 
 import errno
@@ -45,7 +45,7 @@ def hash_file(file: Path) -> str:
 
 @contextmanager
 def staged_folder(path: Path, manifest: Mapping[str, Any] | None = None) -> Iterator[Path]:
-    """Yield an empty folder to fill; on leaving, it is at `path`, replacing what was there, or on an error nowhere.
+    """Yield an empty folder to fill; on exit it replaces what was at `path`, or on an error is deleted.
 
     If a manifest is given, one of its entries and the hashes of all files but the card is added.
     """
@@ -77,7 +77,7 @@ def staged_folder(path: Path, manifest: Mapping[str, Any] | None = None) -> Iter
 
 @contextmanager
 def staged_output(output: Path, manifest: Mapping[str, Any] | None = None) -> Iterator[Path]:
-    """Yield a folder as `staged_folder` does, for what a user asked for: parents are made, errors are UserErrors."""
+    """Yield a folder as `staged_folder` does, for output that a user requested: make parents, and raise UserErrors."""
     with disk_errors(str(output), hint=""):
         output.parent.mkdir(parents=True, exist_ok=True)
         with staged_folder(output, manifest) as folder:
@@ -103,11 +103,11 @@ def disk_errors(what: str, hint: str = "make room and go on with --resume") -> I
 
 
 def check_output(output: Path, *, overwrite: bool | None = None) -> None:
-    """Raise UserError unless a model can be written to a folder: a new or empty one, or to overwrite one of a model.
+    """Raise UserError unless a model can be written to a folder: new, empty, or a model's to overwrite.
 
     Args:
         output: the folder.
-        overwrite: whether a former model is replaced; None: there is no such choice.
+        overwrite: whether a former model is replaced; None: there is no such option.
     """
     if output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file; name a folder")
@@ -143,10 +143,10 @@ def remove(path: Path) -> None:
 
 
 def is_inside(name: object) -> bool:
-    """Return whether a path out of a file's content stays in the folder it is meant for."""
+    """Return whether a path read from a file stays within its folder."""
     if not isinstance(name, str) or not name or "\0" in name:
         return False
-    path = PureWindowsPath(name)  # which knows both kinds of slashes, and drives
+    path = PureWindowsPath(name)  # splits at both kinds of slashes, and knows drives
     return not path.anchor and ".." not in path.parts
 
 
@@ -169,7 +169,7 @@ def file_fault(folder: Path, name: str, entry: Any, *, content: bool = True) -> 
     if not file.is_file():
         return f"{file} is missing"
     if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int):
-        return f"{folder / MANIFEST} does not say how long {name} is"
+        return f"{folder / MANIFEST} does not give the size of {name}"
     if (size := file.stat().st_size) != entry["bytes"]:
         return f"{file} is damaged (its hash does not match): {size:,} bytes of {entry['bytes']:,}"
     if content and hash_file(file) != entry.get("sha256"):

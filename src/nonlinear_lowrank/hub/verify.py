@@ -35,7 +35,7 @@ class Verification:
 
     path: Path
     faults: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # on what is no fault
+    notes: list[str] = field(default_factory=list)  # not faults
     hashed: int = 0  # files whose hashes a manifest has
     tensors: int = 0
     nbytes: int = 0  # of the safetensors files
@@ -79,12 +79,12 @@ def _check_folder(folder: Path, found: Verification) -> None:
     if MANIFEST in names:
         _check_manifest(folder, found)
     elif folder.parent.name == "checkpoints" and folder.name.startswith("step-"):
-        found.faults.append(f"{folder} has no {MANIFEST}: it was not written whole")
+        found.faults.append(f"{folder} has no {MANIFEST}: it was not written completely")
     for file in sorted(each for each in folder.iterdir() if each.is_file() and not each.name.startswith(".")):
         if file.suffix in (".safetensors", ".json"):
             _check_file(file, found)
         elif file.suffix in _PICKLED:
-            found.notes.append(f"{file} is pickled: it is read by --resume with --allow-torch-checkpoints alone")
+            found.notes.append(f"{file} is pickled: only --resume with --allow-torch-checkpoints reads it")
     if ADAPTER_CONFIG in names and ADAPTER_WEIGHTS not in names:
         found.faults.append(f"{folder} has {ADAPTER_CONFIG} and no {ADAPTER_WEIGHTS}")
     weights = any(name.endswith((".safetensors", INDEX)) for name in names)
@@ -117,7 +117,7 @@ def _check_file(file: Path, found: Verification) -> None:
     except UserError as error:
         found.faults.append(str(error))
     except (OSError, ValueError, RecursionError) as error:
-        found.faults.append(f"{file} is no JSON: {one_line(error)}")
+        found.faults.append(f"{file} is not JSON: {one_line(error)}")
 
 
 def _check_tensors(file: Path, found: Verification) -> None:
@@ -139,7 +139,7 @@ def _not_finite(opened: Any, name: str, shape: tuple[int, ...]) -> str:
     for start in range(0, shape[0], rows) if count > _AT_ONCE else (None,):
         part = opened.get_tensor(name) if start is None else opened.get_slice(name)[start : start + rows]
         if part.element_size() == 1:
-            part = part.float()  # torch looks into no float8
+            part = part.float()  # torch cannot inspect float8
         broken = int(part.isnan().sum())
         nans, infinite = nans + broken, infinite + int((~part.isfinite()).sum()) - broken
     words = [f"{number:,} {what}" for number, what in ((nans, "NaN"), (infinite, "infinite")) if number]

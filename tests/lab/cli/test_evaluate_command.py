@@ -233,7 +233,7 @@ def test_a_model_that_does_not_continue_text_is_refused(folder, capsys, tmp_path
     hf.BertForSequenceClassification(hf.BertConfig(**sizes, num_attention_heads=2)).save_pretrained(tmp_path / "bert")
     byte_tokenizer().save_pretrained(tmp_path / "bert")
     arguments = ["--tasks", "piqa_local", "--data", folder / "data"]
-    message = "is no causal language model: its config.json names BertForSequenceClassification"
+    message = "is not a causal language model: its config.json names BertForSequenceClassification"
     assert message in refused(capsys, "evaluate", tmp_path / "bert", *arguments)
     shutil.copytree(folder / "adapter", tmp_path / "adapter")
     assert message in refused(capsys, "evaluate", tmp_path / "adapter", "--base", tmp_path / "bert", *arguments)

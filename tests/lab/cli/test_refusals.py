@@ -120,7 +120,7 @@ ROWS = [  # a command, and words of the line
     ("train llm-demo --init-from x --backbone.layers 7", "--task.backbone.layers does nothing: --init-from brings"),
     ("compare llm-demo --config width.toml --init-from=x", "--task.backbone.width does nothing: --init-from brings"),
     ("train llm-demo --init-from x --config whole.json --layers 7", "--task.backbone.layers does nothing"),
-    ("train llm-demo --init-from x --config whole.json", "x is no folder"),
+    ("train llm-demo --init-from x --config whole.json", "x is not a folder"),
     ("finetune glue-minilm --init-from x", "--init-from: use --checkpoint, a folder or a model's name"),
     ("train llm-demo --threads 0", "--threads must be a positive integer, got 0"),
     ("convert --lrr 3 a b", "unrecognized argument --lrr"),

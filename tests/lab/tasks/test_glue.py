@@ -126,12 +126,12 @@ def test_sources_that_do_not_fit(tmp_path):
     (sst2 / "train.tsv").write_text("sentence\tlabel\nfine\t1\n")  # CoLA's columns: it would be scored by a correlation
     for task, source, words in (
         ("rte", str(tmp_path), "no train split of RTE"),
-        ("rte", nowhere, "is no folder"),
+        ("rte", nowhere, "is not a folder"),
         ("rte", "no/such", "cannot load the dataset 'no/such'"),
         ("cola", str(sst2), r"is SST-2's folder, and the task is CoLA: choose --glue\.task sst2, or give"),
     ):
         assert_refused(words, read_split, task, source, "train")
-    assert_refused("is no folder", find_task, nowhere)
+    assert_refused("is not a folder", find_task, nowhere)
 
 
 def test_a_dataset_gives_the_same_as_a_file(monkeypatch):
@@ -325,7 +325,7 @@ def test_a_mean_pooled_base_is_found_by_a_folder_of_one_file(tmp_path):
     shapes = [{name: each.shape for name, each in found.named_parameters()} for found in (meta, model)]
     assert shapes[0] == shapes[1]
     (tmp_path / "bert").rename(tmp_path / "moved")
-    with pytest.raises(UserError, match=r"was in \./bert; start where"):
+    with pytest.raises(UserError, match=r"was in \./bert; run where"):
         AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
     # A process without this package fails by the type.
     code = "from transformers import AutoConfig; import sys; AutoConfig.from_pretrained(sys.argv[1])"

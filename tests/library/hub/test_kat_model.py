@@ -90,7 +90,7 @@ def test_released_model_computes_what_theirs_does_and_is_loaded_again(images, tm
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda state: state.pop("pos_embed"), "no 'pos_embed': it is of no KAT"),
+        (lambda state: state.pop("pos_embed"), "no 'pos_embed': it is not a KAT's"),
         (lambda state: state.pop("blocks.1.norm1.bias"), r"vit.layers.1.layernorm_before.bias is missing, not \(16,\)"),
         (lambda state: state.update({"blocks.1.ls1.gamma": torch.ones(16)}), "ls1.gamma is .*, not unknown"),
     ],

@@ -139,7 +139,7 @@ def test_merging_refuses_other_shared_weights(tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(hf.LlamaForCausalLM, "from_pretrained", classmethod(tied))
-    with pytest.raises(UserError, match=r"q_proj, whose weight .*o_proj has too; use the adapter unmerged"):
+    with pytest.raises(UserError, match=r"q_proj, whose weight .*o_proj shares; use the adapter unmerged"):
         merge_adapter(adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -321,7 +321,7 @@ def test_merging_takes_a_decoders_classifier_without_padding(tmp_path):
 
 
 REFUSED = {
-    "drawn": (lambda root: _classifier(root, "deberta-v2")[0], "modules_to_save that also has 'pooler'"),
+    "drawn": (lambda root: _classifier(root, "deberta-v2")[0], "tune with 'pooler' in modules_to_save"),
     "noble": (lambda root: make_adapter(root, ROWS[0])[0], "NOBLE adapter, which cannot be merged"),
     "nan": (partial(_broken, change=lambda tensors: tensors[min(tensors)].fill_(float("nan"))), "not finite"),
     "half": (partial(_broken, change=lambda tensors: tensors.pop(min(tensors))), "another base model or config"),

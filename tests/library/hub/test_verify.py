@@ -89,14 +89,14 @@ DAMAGE = {
     "cut": (write("model/model.safetensors", "{}"), "model.safetensors is not a whole safetensors file"),
     "missing": (without("checkpoints/step-000002/state.json"), "state.json is missing"),
     "added": (write("model/more.json", "{}"), r"more.json is not in .*manifest.json"),
-    "json": (write("result.json", '{"a": '), "result.json is no JSON"),
+    "json": (write("result.json", '{"a": '), "result.json is not JSON"),
     "no manifest": (without(f"checkpoints/step-000002/{MANIFEST}"), "step-000002 has no manifest"),
     "manifest": (write(f"model/{MANIFEST}", "[]"), "manifest.json lists no files"),
     "outside": (
         write(f"model/{MANIFEST}", '{"files": {"../../etc/passwd": {"bytes": 1}}}'),
         r"names '../../etc/passwd', which is outside its folder",
     ),
-    "entry": (write(f"model/{MANIFEST}", '{"files": {"config.json": 3}}'), "how long config.json"),
+    "entry": (write(f"model/{MANIFEST}", '{"files": {"config.json": 3}}'), "the size of config.json"),
     "weights": (without("model/model.safetensors"), "config.json and no weights"),
 }
 
@@ -150,7 +150,7 @@ def test_verify_names_pickles_and_never_opens_them(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"cposix\nsystem\n(S'touch ran'\ntR.")
     found = verify(tmp_path)
     assert found.faults == []
-    assert ["pytorch_model.bin" in line and "--allow-torch-checkpoints alone" in line for line in found.notes] == [True]
+    assert ["pytorch_model.bin" in line and "--allow-torch-checkpoints reads it" in line for line in found.notes] == [True]
 
 
 @pytest.mark.parametrize(("make", "words"), [(None, "no such file"), ("", "holds no checkpoint"), ("a.bin", "neither")])

@@ -296,7 +296,7 @@ def _folder(source: str) -> Path | None:
     if path.is_dir():
         return path
     if path.exists() or source.startswith((".", "/", "~")):
-        raise UserError(f"{source} is no folder; give the folder of GLUE's files, or a dataset's name")
+        raise UserError(f"{source} is not a folder; give the folder of GLUE's files, or a dataset's name")
     return None
 
 

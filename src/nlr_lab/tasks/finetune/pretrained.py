@@ -242,7 +242,7 @@ class Pretrained:
         except UserError:
             raise
         except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
-            absent = "" if Path(where).is_dir() else ", which is no folder here"
+            absent = "" if Path(where).is_dir() else ", which is not a folder here"
             raise UserError(f"cannot load the checkpoint {self.checkpoint!r}{absent}: {one_line(error)}") from error
 
 

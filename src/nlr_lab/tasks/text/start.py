@@ -13,7 +13,7 @@ def start_folder(path: str) -> Path:
     """Return the folder with the model itself: a run's is inside it."""
     folder = Path(path)
     if not folder.is_dir():
-        raise UserError(f"init_from: {path} is no folder; give one with a config.json and safetensors, or a run's")
+        raise UserError(f"init_from: {path} is not a folder; give one with a config.json and safetensors, or a run's")
     inside = folder / _MODEL
     return inside if not (folder / "config.json").is_file() and inside.is_dir() else folder
 

@@ -47,7 +47,7 @@ class AugmentedModel:
         for row in [row for entry in entries for row in entry.get("split", ())]:
             for split in SPLITS:
                 split(self, row)  # type: ignore[arg-type]
-        places = [names_here(self, entry["modules"]) for entry in entries]  # all before any: some go around others
+        places = [names_here(self, entry["modules"]) for entry in entries]  # find all first: some layers wrap others
         for entry, names in zip(entries, places, strict=True):
             METHODS[entry["method"]](self, names, entry["config"])  # type: ignore[arg-type]
         if not any(parameter.is_meta for parameter in self.parameters()):  # type: ignore[attr-defined]
