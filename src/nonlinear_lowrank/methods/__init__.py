@@ -1,1 +1,1 @@
-"""Methods, a folder each; `base` has what they are and the registry."""
+"""Methods, one folder each; `base` has their base classes and registry."""

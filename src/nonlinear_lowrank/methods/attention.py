@@ -61,7 +61,7 @@ def attention_heads(parent: Any, config: Any = None) -> tuple[int | None, int | 
 def fused_widths(name: str, module: Any, parent: nn.Module) -> tuple[tuple[str, ...], tuple[int, ...], int] | str:
     """Return names and widths of the parts of a fused projection, and the number of groups in which they take turns.
 
-    Where name, width and attention do not tell them: the reason, as the end of a sentence.
+    If name, width and attention leave them open, return the reason, as the end of a sentence.
     """
     d_in, d_out = linear_shape(module)
     if holds_keys_and_values(module):

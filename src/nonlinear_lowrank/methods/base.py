@@ -53,15 +53,15 @@ class Target:
     """One module that a method can replace, where the method finds its modules itself."""
 
     config: Any
-    """The user's, with what it leaves open filled in for this place."""
+    """The user's config, with open fields filled in for this place."""
     details: str
     """Kind of the new layer, for the report."""
     device: torch.device | None = None
     """Module path of the new layer; None: the default."""
     skipped: str = ""
-    """Reason for which it is skipped unless the user names it; empty: it is replaced."""
+    """Reason it is skipped unless the user names it; empty: it is replaced."""
     refused: str = ""
-    """Reason for which it cannot be replaced, with the fix: an error when it is chosen."""
+    """Reason it cannot be replaced, with the fix: an error when it is chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class Method:
     tensor_parallel: ClassVar[bool] = True
     """True where a model with its layers may be split over devices by transformers' plans."""
     replaces_weights: ClassVar[bool] = False
-    """True where its layers do away with the plain layer's weight."""
+    """True where its layers drop the plain layer's weight."""
     keeps_weights_by: ClassVar[Mapping[str, Any]] = {}
     """Config fields with which such layers keep what is trained after all, and start at its outputs; empty: none do."""
     dense: ClassVar[str | None] = None
@@ -130,7 +130,7 @@ class Method:
     optimizable: ClassVar[bool] = False
     """True where `optimize_for_inference` makes a model with its layers faster."""
     draws_up: ClassVar[bool] = False
-    """True where `draw_up` is there."""
+    """True where it has `draw_up`."""
     controls: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Arms of comparisons that change one factor of the method and keep the rest: config fields by the arm's name."""
     budgeted: ClassVar[bool] = False
@@ -188,7 +188,7 @@ class Method:
         return _refused_rank(module, config)
 
     def find(self, model: nn.Module, config: Any) -> Findings | None:
-        """Return what the model has for a method that replaces other modules than linears; None: linears."""
+        """Return the targets of a method that replaces modules other than linears; None: it replaces linears."""
         return None
 
     def converted(self, config: Any) -> Any:
@@ -211,11 +211,11 @@ class Method:
         return config
 
     def settings(self, config: Any, layers: Collection[nn.Module]) -> list[str]:
-        """Return what the report shows beside the method's name of the settings, and of the new layers."""
+        """Return what the report says of settings and new layers, beside the method's name."""
         return []
 
     def saved_config(self, layer: nn.Module, config: Any) -> Any:
-        """Return the config of one layer as it is saved: with what only building the layer could tell."""
+        """Return the config of one layer as it is saved, with what only building the layer determines."""
         return config
 
     def complete(self, model: nn.Module, config: Any, names: list[str]) -> Any:
@@ -347,7 +347,7 @@ layers_alive: WeakSet[Any] = WeakSet()
 
 
 class MultiplierLayer:
-    """Base, beside `nn.Module`, of layers whose roles have multipliers: it makes them known to `optim`'s check.
+    """Base, beside `nn.Module`, of layers whose roles have multipliers: registers them for `optim`'s check.
 
     In `__new__`, since a copied or unpickled layer is never initialised.
     """

@@ -84,7 +84,7 @@ class Layout:
         return getattr(module, "act_fn", None)
 
     def gate(self, module: Any, z_SO: Tensor) -> Tensor:
-        """Return the second linear's input, of the first one's output."""
+        """Return the second linear's input, from the first one's output."""
         if hasattr(module, "has_gate"):
             return cast(Tensor, module._apply_gate(z_SO) if module.has_gate else module.act_fn(z_SO))
         gate, up = z_SO.chunk(2, dim=-1)

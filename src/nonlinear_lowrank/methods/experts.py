@@ -46,9 +46,9 @@ def first_integer(sources: Iterable[Any], names: Iterable[str]) -> int | None:
 
 
 def active_experts(module: Any, model: Any = None) -> float | None:
-    """Return how many experts with weights a token goes through, on average; None where nothing says it.
+    """Return how many experts with weights a token goes through, on average; None where unknown.
 
-    Told by the module or a config. No integer where some experts are the identity (LongCat-Flash).
+    The module or a config says it. Not an integer where some experts are the identity (LongCat-Flash).
     """
     of_token = _experts_of_token(module, model)
     return None if of_token is None else layout_of(module).active(module, of_token)
@@ -61,7 +61,7 @@ def _experts_of_token(module: Any, model: Any = None) -> int | None:
 
 
 def note_active_experts(model: nn.Module) -> None:
-    """Write what a config says for `active_experts` on modules that do not: methods count by a module alone."""
+    """Copy a config's number of `active_experts` to modules without one: methods see the module alone."""
     for module in model.modules():
         if projections(module) and _experts_of_token(module) is None and (own := _experts_of_token(module, model)):
             module.num_experts_per_tok = own  # type: ignore[assignment]
@@ -101,8 +101,8 @@ def by_expert(function: Callable[..., Tensor], x_SI: Tensor, ends: list[int] | N
 class ExpertsLayer(nn.Module):
     """Base of layers in place of experts; `in_place_of` makes one, a subclass of the experts' own class too.
 
-    So a model's init, plans and conversions know it as what it was, and its tensors keep their names. By itself it is
-    the experts, and tells an activation that has `num_experts` which rows are whose.
+    So a model's init, plans and conversions still recognize it, and its tensors keep their names. By itself it is the
+    plain experts, and tells an activation that has `num_experts` which rows are whose.
     """
 
     act_fn: Any

@@ -45,7 +45,7 @@ def is_plain_linear(module: nn.Module) -> bool:
     """Return whether a module computes x W^T + b, no more: an `nn.Linear`, a transformers `Conv1D`, or a subclass.
 
     A subclass with a forward of its own (Falcon's) is tried on small tensors in place of its own, in training and in
-    evaluation. One with further arguments is none: whoever calls it may use these.
+    evaluation. One with further arguments is not plain: its callers may use them.
     """
     if type(module) in (nn.Linear, Conv1D):
         return True

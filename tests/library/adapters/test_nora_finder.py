@@ -97,7 +97,7 @@ def test_an_activation_that_layers_share_is_one_adapter():
         (liger_like, {}, r"mlp\.act_fn is bypassed: the forward of LlamaMLP does not call it \(a fused MLP\?\)"),
         (model_helpers.llama, {"groups_pattern": {r"layers\.1\..*": 9}}, r"groups=9 do not divide.*layers\.1"),
         (model_helpers.llama, {"target_modules": ["q_proj"]}, "are called act_fn; linears are for lora_target"),
-        (model_helpers.llama, {"target_modules": ["act_fn", "q_proj"]}, "q_proj: is a Linear, no activation"),
+        (model_helpers.llama, {"target_modules": ["act_fn", "q_proj"]}, "q_proj: is a Linear, not an activation"),
         (model_helpers.llama, {"target_modules": ["typo"]}, "'typo'.*the model's activations are called act_fn"),
         (model_helpers.llama, {"groups_pattern": {"typo": 4}}, "groups_pattern has 'typo'"),
         (model_helpers.llama, {"lora_r": 2, "lora_target_modules": ["typo"]}, "lora_target_modules=.*match no module"),
@@ -146,5 +146,5 @@ def test_channels_that_only_the_input_tells_are_checked_there():
     with pytest.raises(UserError, match="10 channels do not divide into 4 groups"):
         model(torch.randn(2, 10, 3))
     model = get_peft_model(Turned(nn.Linear(4, 8)), NoraConfig(groups=4))
-    with pytest.raises(UserError, match=r"has 8 channels and is given \(2, 8, 12\).*exclude_modules"):
+    with pytest.raises(UserError, match=r"has 8 channels, but not in .* its input \(2, 8, 12\).*exclude_modules"):
         model(torch.randn(2, 12, 4))

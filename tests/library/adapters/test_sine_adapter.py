@@ -188,7 +188,7 @@ def test_the_sine_of_activations_is_of_sine_doras_linears():
     with pytest.raises(UserError, match="set use_dora=True"):
         SineLoraConfig(activation_sine=True)
     for kind in ("conv2d", "embedding"):
-        with pytest.raises(UserError, match="target is no linear, which activation_sine needs; name it in exclude"):
+        with pytest.raises(UserError, match="target is not a linear, which activation_sine needs; name it in exclude"):
             adapted_one(kind, use_dora=True, activation_sine=True)
 
 

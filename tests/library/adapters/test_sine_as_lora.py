@@ -391,8 +391,8 @@ def test_hotswap_takes_the_same_frequency_only(tmp_path):
     [
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
         ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
-        ({"use_qalora": True}, "use_qalora is of another LoRA"),
-        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is of another LoRA"),
+        ({"use_qalora": True}, "use_qalora belongs to another LoRA"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens belongs to another LoRA"),
         ({"alpha_pattern": {"v_proj": -1}}, r"alpha_pattern\['v_proj'\]"),
         ({"alpha_pattern": {"k_proj": 2}}, "alpha_pattern has 'k_proj'"),
         ({"omega_pattern": {"v_proj": 0}}, r"omega_pattern\['v_proj'\]"),

@@ -95,7 +95,7 @@ WRONG = {
         ({"form": "kat"}, "unknown form"),
         ({"fit_range": -1.0}, "fit_range must be"),
         ({"tuning": "all"}, "unknown tuning 'all'; choose one of low_rank, shared"),
-        ({"target_modules": "all-linear"}, "target_modules names activations in NoRA; leave it out"),
+        ({"target_modules": "all-linear"}, "target_modules names activations in NoRA; omit it"),
         ({"numerator_only": True, "denominator_only": True}, "leave nothing to train together"),
         ({"tuning": "constants", "form": "sum_of_abs"}, "has no b0"),
         ({"tuning": "gelu_init", "anchor": "exact"}, "drop one of them"),

@@ -108,7 +108,7 @@ REFUSED = {
     "other net": (lambda state: state.update({f"{Q}.lora_middle_nonlinearity.scale": torch.ones(5)}), "nonlinearity"),
     "gelu": (
         lambda state: [state.pop(name) for name in list(state) if "freq_" in name],
-        "the branch of model.layers.0.mlp.down_proj is of another nonlinearity",
+        "the branch of model.layers.0.mlp.down_proj has another nonlinearity",
     ),
     "ranks": (lambda state: state.update({f"{Q}.lora_down.weight": torch.ones(4, 48)}), "several ranks"),
     "missing": (lambda state: state.pop(f"{Q}.lora_up.weight"), f"{Q}.noble_up is missing, not"),

@@ -85,5 +85,5 @@ def test_zero_gates_of_any_module_stay_and_names_of_none_are_refused():
         return [name for name in ("first", "gate.1") if not model.get_submodule(name).weight.any()]
 
     assert closed() == closed("gate.1.weight") == closed("gate.*.weight") == ["gate.1"]
-    with pytest.raises(UserError, match=r"own_init has 'gates.weight', which is the weight or bias of no linear"):
+    with pytest.raises(UserError, match=r"own_init has 'gates.weight', which is not the weight or bias"):
         closed("gates.weight")

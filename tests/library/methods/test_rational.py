@@ -171,5 +171,5 @@ def test_wrong_uses_are_one_line():
     assert_refused("no rational fit for 'mish'; there are fits for gelu", fit_rational, "mish")
     assert_refused("unknown denominator form", fit_rational, "gelu", form="kat")
     assert_refused("needs the function that it starts from", RationalActivation, RationalConfig())
-    with pytest.raises(UserError, match=r"16 channels is given \(2, 16, 8\), with them in an unexpected place"):
+    with pytest.raises(UserError, match=r"16 channels, but not in .* its input \(2, 16, 8\); leave it out"):
         RationalActivation(RationalConfig(activation="gelu", width=16))(torch.randn(2, 16, 8))

@@ -38,7 +38,7 @@ class RationalActivation(Layer, nn.Module):
         Q(x) = 1 + |b0 + b1 x + ... + bn x^n|, or with form="sum_of_abs" 1 + |b1| |x| + ... + |bn| |x|^n
 
     Tensors: rational_numerator (G, m + 1), rational_denominator (G, n + 1) or (G, n), for G contiguous groups. Beyond
-    `fit_range` R goes on straight with tails="linear". With anchor="exact" the value is f(x) + (R(x) - R(x; fit)), f
+    `fit_range` R continues straight with tails="linear". With anchor="exact" the value is f(x) + (R(x) - R(x; fit)), f
     the plain activation. Everything is computed in float32 or wider.
     """
 

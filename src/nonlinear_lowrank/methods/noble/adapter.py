@@ -2,10 +2,10 @@
 
     y = W x + b + up bottleneck(down x)           W, b frozen, also quantized
 
-Init and learning rates are the table of `layer`, but nlr_noble_up (d_out, r) starts at zero so that the model starts
-where it stands, and the tensors of a depth are one: nlr_noble_mix (depth - 1, r, r), from depth 2, and with the cosine
-nlr_noble_frequency and nlr_noble_phase (depth, r). The branch is not linear in x, so no weight can take it in: a NOBLE
-adapter does not merge.
+Init and learning rates are the table of `layer`, but nlr_noble_up (d_out, r) starts at zero so that the outputs start
+unchanged, and the tensors of all depths are stacked: nlr_noble_mix (depth - 1, r, r), from depth 2, and with the cosine
+nlr_noble_frequency and nlr_noble_phase (depth, r). The branch is not linear in x, so no weight can absorb it: a NOBLE
+adapter cannot be merged.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class NobleAdapterConfig(AdapterConfig):
     dropout: float = 0.0
     """Dropout of the branch's input in training."""
     frequency_range: tuple[float, float] = (0.8, 1.2)
-    """Frequencies start uniform in it."""
+    """Range of the uniform initial frequencies."""
     phase_std: float = 0.1
     """Phases start with this standard deviation."""
     up_lr_power: float = 0.6
@@ -69,11 +69,11 @@ class NobleAdapterConfig(AdapterConfig):
 
 
 class MergeError(UserError, NotImplementedError):
-    """Error of a merge that there cannot be; the class by which peft's own methods refuse one too."""
+    """Error for an impossible merge; of the class that peft's own methods raise."""
 
     def __init__(self) -> None:
         super().__init__(
-            "a NOBLE adapter cannot be merged: its branch is not linear in the input, so no weight can take it in; "
+            "a NOBLE adapter cannot be merged: its branch is not linear in the input, so no weight can absorb it; "
             "keep it as an adapter (PeftModel.from_pretrained), or drop it with unload()"
         )
 

@@ -36,7 +36,7 @@ _OURS = {
 _MIDDLE = re.compile(r"(?:lora_middle_nonlinearity|cos_net)\.(?:(act|second_act|third_act|fc|fc1|fc2)\.)?(\w+)")
 _ACTIVATIONS = {None: 1, "act": 1, "second_act": 2, "third_act": 3}
 _MIXES = {"fc": 1, "fc1": 1, "fc2": 2}
-_OTHER = "{} is of another nonlinearity than the release's cos, cos_net and cos_net_double, which alone can be read"
+_OTHER = "{} has another nonlinearity than the release's cos, cos_net and cos_net_double, the only readable ones"
 
 
 @torch.no_grad()

@@ -36,19 +36,19 @@ class NobleConfig(BranchSettings):
     depth: int = 2
     """Number of activations: 1 (no mixing matrix), 2, or 3 (cosine only)."""
     init: Init = "auto"
-    """"scratch": the paper's init, which draws the dense weights anew, in place: what several modules hold stays
-    shared, and is new in all of them. "pretrained": dense weights stay and noble_up is zero, so the model's outputs do
+    """"scratch": the paper's init, which redraws the dense weights in place: tensors that modules share stay
+    shared. "pretrained": dense weights stay and noble_up is zero, so the model's outputs do
     not change. "auto": pretrained when the model was loaded by from_pretrained, else scratch."""
     dense_scale: float = 0.5
     """Dense weights have standard deviation dense_scale / sqrt(d_in)."""
     own_init: tuple[str, ...] | None = None
-    """From scratch, weights and biases that keep the model's own init, by name with * for the numbers of layers, as
+    """From scratch, weights and biases that keep the model's own init, by name with * for layer numbers, such as
     "transformer.h.*.attn.c_proj.weight". None: those that a model of transformers draws unlike its other linears
     (T5's queries, projections scaled by the depth); (): none."""
     up_scale: float = 0.01
     """noble_up has standard deviation up_scale / sqrt(r)."""
     frequency_range: tuple[float, float] = (0.8, 1.2)
-    """Frequencies are uniform in it."""
+    """Range of the uniform initial frequencies."""
     phase_std: float = 0.1
     """Standard deviation of the phases."""
     mix_scale: float | None = None

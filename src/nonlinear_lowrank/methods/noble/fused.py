@@ -3,9 +3,9 @@
     [y1 | y2 | ... | z1 | z2 | ...] = x [W1; W2; ...; w1 D1; w1 D2; ...]^T + [b1 | b2 | ... | p1 | p1 | ...]
     y_i += cos((w2 M_i) cos(z_i) + p2) up_i^T, in place
 
-Frequencies and phases of the cosines are in the matrices and biases before them, so that a branch is two cosines, one
-product r x r and one that is added to y; other activations have no frequencies. At one token a linear is bound by
-reading its weights and by the number of calls: that is why. Weights are moved, not copied. Query, key and value are a
+Frequencies and phases of the cosines are folded into the matrices and biases before them, so a branch is two cosines,
+one product r x r and one that is added to y; other activations have no frequencies. At one token a linear is bound by
+reading its weights and by the number of calls. Weights are moved, not copied. Query, key and value are a
 group, and so are the gate and up projections of a gated feed-forward; the first that is called computes for all.
 """
 
@@ -179,8 +179,8 @@ class FusedNobleLinear(nn.Module):
 def fuse(model: nn.Module, *, shared_inputs: bool) -> bool:
     """Put `FusedNobleLinear` in the place of NOBLE layers, one product for those of one input if asked to.
 
-    Layers that something was put on, that are not plain inside (an adapter on the dense part), or whose branch is
-    switched off stay, and those that share its down projection. Return whether any did not.
+    Layers stay if they are hooked, not plain inside (an adapter on the dense part), have their branch switched off, or
+    share the down projection of such a layer. Return whether any was replaced.
     """
     found = {name: each for name, each in model.named_modules() if isinstance(each, NobleLinear | NobleConv1D)}
     kept = {each.noble_shared for each in found.values() if not _is_plain(each)} - {None}
@@ -189,7 +189,7 @@ def fuse(model: nn.Module, *, shared_inputs: bool) -> bool:
     groups = input_groups(layers, _kind) if shared_inputs else []
     grouped = {name for group in groups for name in group}
     for group in [*groups, *((name,) for name in layers if name not in grouped)]:
-        # Out of the list: the tensors of one group at a time are there twice.
+        # Popped, so that only one group's tensors at a time exist twice.
         taken = [layers.pop(name) for name in group]
         fused = FusedNoble(taken)
         pairs = ((each, FusedNobleLinear(fused, place, each.noble_shape[0])) for place, each in enumerate(taken))

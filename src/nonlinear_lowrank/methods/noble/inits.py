@@ -1,8 +1,8 @@
 """Linears that keep a model's own draw when the others get the paper's init.
 
-A residual projection scaled down by the depth (GPT-2, ModernBERT), T5's queries, whose attention has no scale, gates
-that start at zero (xLSTM), biases that are not zero. Found by what was drawn: most weights of a model have one standard
-deviation, or one that falls with the square root of a width.
+Examples: residual projections scaled down by the depth (GPT-2, ModernBERT), T5's queries, whose attention has no
+scale, gates that start at zero (xLSTM), nonzero biases. They are detected by what was drawn: most weights of a model
+have one standard deviation, or one that falls with the square root of a width.
 """
 
 from collections import defaultdict

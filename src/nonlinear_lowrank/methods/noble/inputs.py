@@ -24,8 +24,8 @@ _GATED = (("gate_proj", "up_proj"), ("w1", "w3"))
 class HandOff:
     """Result that the first of `size` layers makes of an input, held until each has taken its part.
 
-    It counts for the very tensor it was made of, whatever is called in which order. A layer that comes a second time,
-    or with another tensor (keys of a cross-attention), makes its own.
+    It is valid for the very tensor it was made from, in any order of calls. A layer called a second time, or with
+    another tensor (keys of a cross-attention), makes its own.
     """
 
     def __init__(self, size: int) -> None:
@@ -67,9 +67,9 @@ def _circumstances(x: Tensor, parameter: Tensor) -> Hashable:
 class SharedDown(HandOff):
     """One down projection, the first layer's, for NOBLE branches that read the same input: h = x down^T, once.
 
-    Each branch keeps its own frequencies, phases, mixes and up projection. To share the bottleneck as well would be
-    the branch of one fused projection, whose three outputs have r numbers between them. Of the down projections'
-    3 r d parameters and 6 r d FLOPs a token two thirds are saved, and as much again backward.
+    Each branch keeps its own frequencies, phases, mixes and up projection. Sharing the bottleneck too would give
+    the branch of one fused projection, whose three outputs share r numbers. Two thirds of the down projections'
+    3 r d parameters and 6 r d FLOPs per token are saved, and as much again backward.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
@@ -108,7 +108,7 @@ class NobleGroup(HandOff):
             layer.noble_group, layer.noble_place = self, place
 
     def output(self, x: Tensor, place: int) -> Tensor | None:
-        """Return y (..., d_out) of the layer at this place; None where it shall compute its own."""
+        """Return y (..., d_out) of the layer at this place; None where it must compute its own."""
         together = all(each.branch_enabled and each.plain_weight() is not None for each in self.layers)
         if not together or self.apart(x):
             return None

@@ -2,8 +2,8 @@
 
 Shapes: h and every r-wide tensor (T, r); mix M (r, r); f1, p1, f2, p2 (r).
 
-Which kernels there are, and when they run: docs/kernels.md. Backward recomputes c1 and c2 out of h, in two kernels: one
-that kept M's gradient in registers had small tiles, and took three times as long at r = 128. Blocks are the fastest on
+docs/kernels.md lists the kernels and when they run. Backward recomputes c1 and c2 from h in two kernels: a single one,
+with M's gradient in registers, had small tiles and took three times as long at r = 128. Blocks are the fastest on
 an H200, at 16,384 tokens, of those that do not spill. No atomics: every program writes its own partial sums, and one
 sum over programs in a fixed order ends it, so two runs agree to the bit. Arguments of the cosine and all sums are
 float32; c1 and the gradient of h2 are rounded to h's type, as the plain formula rounds them.

@@ -259,7 +259,7 @@ class NobleMethod(Method):
     def complete(self, model: nn.Module, config: Any, names: list[str]) -> Any:
         for each in config.own_init or ():
             if not any(has_own_init(name, tensor, [each]) for name in names for tensor in ("weight", "bias")):
-                raise UserError(f"own_init has {each!r}, which is the weight or bias of no linear to be swapped")
+                raise UserError(f"own_init has {each!r}, which is not the weight or bias of a swapped linear")
         if config.own_init is not None or config.init != "scratch":
             return config
         find = own_inits if isinstance(model, PreTrainedModel) else zero_weights

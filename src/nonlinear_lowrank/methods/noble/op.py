@@ -3,7 +3,7 @@
     u = bottleneck(x down^T)                      CosNet: cos(f2 * (M cos(f1 * h + p1)) + p2)
     y = x weight^T + bias + u up^T
 
-`noble_linears_reference` is the formula, to which the operator is held, and which it is where `ops.derivatives` says.
+`noble_linears_reference` is the formula: the operator is tested against it, and runs it where `ops.derivatives` says.
 The operator, of n linears that read one input:
 
     h = x [D1; D2; ...]^T                                       one product for all branches
@@ -47,7 +47,7 @@ d_in and d_out exchanged."""
 
 FUSE_DOWN: bool | None = None
 """True: CosNet's kernel takes the down projection as well, up to rank `FUSED_DOWN_RANK`. None: for 16-bit numbers in
-aligned rows, where a tile of tokens is there for every processor."""
+aligned rows, where every processor gets a tile of tokens."""
 FUSED_DOWN_RANK = 128
 TILE = 64  # tokens of a program of the kernels
 

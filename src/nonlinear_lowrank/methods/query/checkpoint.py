@@ -102,7 +102,7 @@ def released_model(state: Mapping[str, Tensor], settings: Mapping[str, Any]) -> 
     found = model.state_dict()
     ours |= {name: torch.zeros_like(value) for name, value in found.items() if name.endswith("norm.bias")}
     shapes = {name: each.shape for name, each in found.items()}
-    check_shapes("the checkpoint is not of these model_args", shapes, ours)
+    check_shapes("the checkpoint does not match these model_args", shapes, ours)
     model.load_state_dict(ours)
     return model.eval()
 

@@ -35,9 +35,9 @@ class NonlinearQueryConfig(QuerySettings):
     scale: float = 0.5
     """Factor of x + f(x); the identity has none."""
     residual: Residual = "identity"
-    """The x in x + f(x). "identity": x itself; where queries are wider than the model its channels go round again, and
-    where they are narrower the first ones. "linear": the model's own query, kept and trained, beside an f that starts
-    at zero: the model starts at its own outputs, with the parameters of f added."""
+    """The x in x + f(x). "identity": x itself; where queries are wider than the model its channels repeat, and
+    where they are narrower the first ones are used. "linear": the model's own query, kept and trained, beside an f
+    that starts at zero: the model starts at its own outputs, with the parameters of f added."""
     activation: Activation = "gelu"
     """In the bottleneck; "gelu_tanh" is its approximation."""
     in_norm: Norm = "rms"

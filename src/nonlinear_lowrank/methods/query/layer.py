@@ -16,11 +16,11 @@ Init and learning-rate table; d is the model width, q that of the queries, mostl
 | weight (k and v)  | (2v, d) | as the model's | 1    | yes   | fused projections                    |
 | bias (k and v)    | (2v)    | as the model's | 1    | no    | fused projections                    |
 
-r (d + q) weights are those of the linear query, and d + 2 q more are norms. A fused projection's query rows are done
-away with (unless the residual is linear), and its outputs stand where the model looks for them (`layout`).
+r (d + q) weights are those of the linear query, and d + 2 q more are norms. A fused projection's query rows are
+dropped (unless the residual is linear), and its outputs stand where the model looks for them (`layout`).
 
 The residual needs the query as wide as x. Where it is not, channel j of the query has channel j mod d of x: at q = d
-that is the published method, and it has no weights, where a learned map would be the linear query over again. The
+that is the published method. It has no weights: a learned map would be the linear query again. The
 out norm runs over all q, so the query cannot be split by heads over devices.
 """
 
@@ -45,7 +45,7 @@ class NonlinearQuery(QueryFormula):
     """The query of `Q(x) = (x + f(x)) / 2`: (..., d) -> (..., q).
 
     `width` is d, `queries` is q (default: d), and `bias` says whether the linear residual has one. Its tensors are
-    parameters of its own and no linears, so that neither a model's init nor an adapter for all linears touches them.
+    its own parameters, not linears, so that neither a model's init nor an adapter for all linears touches them.
     Norms are computed in float32 or wider.
 
     Source: nonlinear_queries.md, "Core Formula" and "Structure of f".
@@ -170,7 +170,7 @@ class NonlinearQueryMethod(Method):
         return {name: role for name, role in table.items() if name in layer._parameters}
 
     def flops(self, layer: nn.Module) -> int:
-        """Return those of f, less those of the linear query."""
+        """Return the FLOPs of f, less the linear query's."""
         assert isinstance(layer, NonlinearQuery)
         names = ("query_down", "query_up", "query_weight")
         own = sum(value.numel() for name, value in layer.named_parameters(recurse=False) if name in names)

@@ -50,7 +50,7 @@ class NoraModel(AdapterModel):
     def report(self, adapter_name: str = "default") -> AugmentReport:
         """Return what an adapter replaced, what is skipped and why; raise UserError where there is no such adapter.
 
-        Parameters are without modules_to_save and biases; FLOPs are those of rational functions of a known width.
+        Parameters exclude modules_to_save and biases; FLOPs count rational functions of known width.
         """
         if adapter_name not in self.peft_config:
             raise UserError(f"there is no adapter {adapter_name!r}; there are {', '.join(self.peft_config)}")
@@ -137,7 +137,7 @@ class NoraModel(AdapterModel):
                 raise NoTargetError(f"target_modules has {wanted!r}, which matches no module; {_names(seen)}")
             other = next((name for name in matching if name not in seen.sites), None)
             if other is not None:
-                why = seen.unfit.get(other) or f"is a {type(model.get_submodule(other)).__name__}, no activation"
+                why = seen.unfit.get(other) or f"is a {type(model.get_submodule(other)).__name__}, not an activation"
                 raise UserError(f"{other}: {why}; {_names(seen)}")
         return found
 
@@ -226,7 +226,7 @@ class NoraModel(AdapterModel):
 
 
 def lora_to_nora(model: PeftModel, adapter_name: str = "default", **settings: Any) -> PeftModel:
-    """Return NoRA++ with the factors of a trained LoRA adapter, to go on from there; the LoRA adapter is taken off.
+    """Return NoRA++ that continues from the factors of a trained LoRA adapter, which is removed.
 
     With `anchor="exact"`, the default here, the outputs stay what they were.
 
@@ -236,7 +236,7 @@ def lora_to_nora(model: PeftModel, adapter_name: str = "default", **settings: An
         settings: fields of `NoraConfig`, but those of LoRA.
 
     Raises:
-        UserError: there is no such adapter, or another beside it, it is no plain LoRA of one rank on linears, or the
+        UserError: there is no such adapter, or another beside it, it is not plain LoRA of one rank on linears, or the
             settings do not fit the model; the model then has its LoRA as before.
     """
     config: Any = model.peft_config.get(adapter_name)
@@ -244,7 +244,7 @@ def lora_to_nora(model: PeftModel, adapter_name: str = "default", **settings: An
         raise UserError(f"there is no adapter {adapter_name!r}; there are {', '.join(model.peft_config)}")
     if len(model.peft_config) > 1:
         others = ", ".join(model.peft_config.keys() - {adapter_name})
-        raise UserError(f"{others} would be lost; keep {adapter_name!r} alone, by delete_adapter")
+        raise UserError(f"{others} would be lost; call delete_adapter to keep {adapter_name!r} alone")
     layers = {name: each for name, each in model.get_base_model().named_modules() if isinstance(each, LoraLayer)}
     unfit = [name for name in _NOT_PLAIN if getattr(config, name, None)]
     unfit += [name for name, layer in layers.items() if type(layer) is not lora.Linear][:1]

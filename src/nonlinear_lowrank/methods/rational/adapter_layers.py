@@ -77,7 +77,7 @@ class NoraConfig(AdapterConfig):
     fit_range: float | tuple[float, float] = 10.0
     """Interval of the fit to the activation that is replaced: (low, high), or L for (-L, L)."""
     tails: Tails = "linear"
-    """Beyond fit_range: "linear" goes on straight with the activation's own slopes; "rational" lets R go on."""
+    """Beyond fit_range: "linear" continues straight with the activation's own slopes; "rational" continues R."""
     anchor: Anchor = "none"
     """"none": the activation becomes R(x; theta + shift), the paper's, and the outputs move by the fit's error.
     "exact": f(x) + (R(x; theta + shift) - R(x; theta)), which starts bit-equal to the original network."""
@@ -118,10 +118,10 @@ class NoraConfig(AdapterConfig):
     def __post_init__(self) -> None:
         if self.target_modules == ALL_LINEAR:
             raise UserError(
-                "target_modules names activations in NoRA; leave it out for all of them, and give lora_r and "
+                "target_modules names activations in NoRA; omit it for all of them, and give lora_r and "
                 f"lora_target_modules={ALL_LINEAR!r} for LoRA on linears (NoRA++)"
             )
-        # "all-activations" is none of peft's words: its checks take it for a regular expression.
+        # "all-activations" is not peft's word: its checks take it for a regular expression.
         everything = self.target_modules in (None, ALL_ACTIVATIONS)
         if everything:
             self.target_modules = None
@@ -159,7 +159,7 @@ class NoraConfig(AdapterConfig):
                 "tuning='gelu_init' starts from GELU and anchor='exact' from the activation as it is; drop one of them"
             )
         if self.shift_alpha is not None and self.tuning != "shared":
-            raise UserError(f"shift_alpha is for tuning='shared', and tuning is {self.tuning!r}; leave one of them out")
+            raise UserError(f"shift_alpha is for tuning='shared', and tuning is {self.tuning!r}; omit one of them")
         if self.lora_r == 0 and (self.lora_sine or self.lora_target_modules):
             name = "lora_sine" if self.lora_sine else "lora_target_modules"
             raise UserError(f"{name} is for NoRA++; set lora_r above 0 too")
@@ -203,8 +203,8 @@ class NoraConfig(AdapterConfig):
             good = False
         if not good or kind not in KINDS or fit.degrees != self.degrees:
             raise UserError(
-                f"fits[{kind!r}] is not a fit of degrees {self.degrees} in the form {self.form!r}; omit fits, and it "
-                "is filled in"
+                f"fits[{kind!r}] is not a fit of degrees {self.degrees} in the form {self.form!r}; omit fits to "
+                "have it filled in"
             )
         return fit
 
@@ -392,8 +392,8 @@ class NoraActivation(TensorLayer):
         settings = self.rational(names[0])
         if self.width is not None and x.shape[settings.dim] != self.width and self.width in x.shape[1:]:
             raise UserError(
-                f"the activation behind {type(self._neighbour[0]).__name__} has {self.width} channels and is given "
-                f"{tuple(x.shape)}, with them in an unexpected place; leave it out with exclude_modules"
+                f"the activation behind {type(self._neighbour[0]).__name__} has {self.width} channels, but "
+                f"not in the expected dimension of its input {tuple(x.shape)}; leave it out with exclude_modules"
             )
         numerator, denominator = (each.to(x.device) for each in self.coefficients(names))
         base = self._anchor(names[0])

@@ -18,7 +18,7 @@ from .op import rational
 from .reference import FORMS, KIND, LinearTails, activation
 
 KINDS = tuple(dict.fromkeys(KIND.values()))
-"""The functions there are fits for."""
+"""Functions that have fits."""
 TABLE = Path(__file__).with_name("fits.json")
 """Fits of degrees (5, 4) on [-3, 3] and [-10, 10], made by `tools/fit_rational.py`."""
 MAX_DEGREE = 9
@@ -99,7 +99,7 @@ def check_degrees(degrees: Sequence[int]) -> tuple[int, int]:
 
 
 def check_range(fit_range: float | Sequence[float]) -> tuple[float, float]:
-    """Return (low, high) around 0; raise UserError if it is none."""
+    """Return (low, high) around 0; raise UserError if it is not."""
     given = (-fit_range, fit_range) if isinstance(fit_range, int | float) else tuple(fit_range)
     numbers = [float(each) for each in given if isinstance(each, int | float) and not isinstance(each, bool)]
     if len(given) != 2 or len(numbers) != 2 or not -1e4 <= numbers[0] < 0 < numbers[1] <= 1e4:
@@ -152,7 +152,7 @@ def solve(kind: str, form: str, degrees: tuple[int, int], fit_range: tuple[float
     with torch.no_grad():
         y = rational(x[:, None], numerator, denominator, form)[:, 0]
     measured = (y.double() - activation(x.double(), kind)).abs().max().item()
-    # Rounding to float32 is all that may come on top: coefficients of the other form would not pass here.
+    # Only float32 rounding may add error: coefficients of the other form would fail here.
     assert measured <= exact * (1 + 1e-3) + 1e-6 * max(1.0, *map(abs, fit_range)), (fit, measured)
     return replace(fit, error=max(measured, exact))
 

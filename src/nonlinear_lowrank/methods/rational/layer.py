@@ -64,18 +64,18 @@ class RationalConfig:
     fit_range: float | tuple[float, float] = 10.0
     """Interval of the fit: (low, high) around 0, or L for (-L, L)."""
     tails: Tails = "linear"
-    """Beyond fit_range: "linear" goes on straight with the activation's own slopes far out; "rational" lets R go
-    on, which leaves the activation quickly (both tails of an even denominator share one slope)."""
+    """Beyond fit_range: "linear" continues straight with the activation's own slopes far out; "rational" continues
+    R, which leaves the activation quickly (both tails of an even denominator share one slope)."""
     anchor: Anchor = "none"
     """"none": R(x), the paper's. "exact": f(x) + (R(x) - R(x; fit)), which starts bit-equal to f."""
     channel_dim: Literal[-4, -3, -2, -1, 1] | None = None
-    """Dimension of the channels: last, behind the batch, or so far from the end (-3 for images, with a batch or
-    without). None: in a model that is augmented, as the layers around an activation tell; else last."""
+    """Dimension of the channels: last, behind the batch, or counted from the end (-3 for images, with a batch or
+    without). None: in an augmented model, read from the layers around the activation; else last."""
     width: int | None = None
-    """Channels there; in a model that is augmented, as the layers around an activation tell. None: not checked."""
+    """Channels there; in an augmented model, read from the layers around the activation. None: not checked."""
     experts: int | None = None
-    """Number of experts, each with coefficients of its own, in a module that holds them as 3-D parameters; in a model
-    that is augmented, as that module tells. None: there are none."""
+    """Number of experts, each with coefficients of its own, in a module that holds them as 3-D parameters; in an
+    augmented model, read from that module. None: no experts."""
 
     def __post_init__(self) -> None:
         low, high = check_range(self.fit_range)
@@ -126,8 +126,8 @@ class RationalConfig:
         dim = self.dim
         if self.width is not None and x.shape[dim] != self.width and self.width in x.shape[1:]:
             raise UserError(
-                f"a rational activation of {self.width} channels is given {tuple(x.shape)}, with them in an unexpected "
-                "place; leave it out with exclude=, or say where they are with channel_dim="
+                f"a rational activation of {self.width} channels, but not in the expected dimension of its input "
+                f"{tuple(x.shape)}; leave it out with exclude=, or name the dimension with channel_dim="
             )
         last = x.movedim(dim, -1)
         tails = self.straight_tails()
@@ -172,7 +172,7 @@ class RationalActivation(nn.Module):
 
     def __init__(self, config: RationalConfig, *, device: torch.device | str | None = None) -> None:
         super().__init__()
-        config.fit()  # on meta too, where nothing is drawn: a wrong config is told at once
+        config.fit()  # on meta too, where nothing is drawn: a wrong config fails at once
         self.rational_config = config
         m, n = config.degrees
         self.num_experts, self.expert_ends = config.experts, None

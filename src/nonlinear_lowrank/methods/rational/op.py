@@ -14,7 +14,7 @@ C / G, and every channel of group g uses row g of the coefficients.
 f(x) + (R(x; theta') - R(x; theta)), f a fixed activation: with the same coefficients twice it is f to the bit. All save
 their inputs alone for backward. Polynomials are evaluated in float32 or wider and rounded once to the type of x. At
 b = 0 the slope of |b| is taken as 1, not 0: coefficients that start at zero could never move otherwise. The plain
-formulas are in `reference`; all are those where `ops.derivatives` says.
+formulas are in `reference`, and run where `ops.derivatives` says.
 
 Under torch.compile all are plain tensor code with a hand-written backward, which Inductor fuses into one pass each way.
 Rows of x are (tokens * G, C / G) there: one loop nest for dx and the coefficients' sums (measured: half the time of

@@ -70,9 +70,9 @@ class Site:
     neighbour: nn.Module | None
     """A module with a weight, whose device is the activation's."""
     bypassed: str = ""
-    """Reason for which swapping would do nothing, with the fix; empty: it is used."""
+    """Reason swapping would do nothing, with the fix; empty: it is used."""
     skipped: str = ""
-    """Reason for which it is skipped unless it is asked for by name: "pooler" or "head"."""
+    """Reason it is skipped unless it is asked for by name: "pooler" or "head"."""
     experts: int | None = None
     """Number of experts of the module that holds them as 3-D parameters and calls it, which has rows of each."""
 
@@ -167,7 +167,7 @@ def _plain(module: Any) -> Any:
 
 
 def _drop_aliases(found: Survey) -> None:
-    """Make names unfit that a parent has beside another for one module, and does not call it by."""
+    """Mark as unfit each alias by which a parent does not call its module."""
     for name, site in list(found.sites.items()):
         own = name.rpartition(".")[0]
         called = (

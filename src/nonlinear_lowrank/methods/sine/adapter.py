@@ -55,7 +55,7 @@ _NOT_SINE = (
 class SineLoraConfig(NamedConfig, LoraConfig):
     """Settings of sine-LoRA and sine-DoRA, for `peft.get_peft_model`: those of `peft.LoraConfig`, and these.
 
-    What LoRA's variants other than DoRA set, and inits that take a part of the weight away, is refused.
+    Settings of LoRA variants other than DoRA, and inits that subtract a part of the weight, are refused.
 
     Raises:
         UserError: a value is out of range; the message names the field and what it may be.
@@ -82,20 +82,20 @@ class SineLoraConfig(NamedConfig, LoraConfig):
     and the norm still of W + D. Evaluated and merged it has the sine of the weight, as there: the two functions differ.
     For linears only."""
     cached_weights: int = 4
-    """In evaluation a layer keeps so many weights with adapters in them, one for each adapter that is called, and a
-    generated token costs as with a merged model. Each is as large as the layer's weight. 0: none."""
+    """Number of weights with adapters in them that a layer keeps in evaluation, one for each adapter called; a
+    generated token then costs as with a merged model. Each is as large as the layer's weight. 0: none."""
 
     def __post_init__(self) -> None:
         for name in _NOT_SINE:
             if getattr(self, name):
-                raise UserError(f"{name} is of another LoRA, which has no sine; leave it out of SineLoraConfig")
+                raise UserError(f"{name} belongs to another LoRA variant, which has no sine; omit it")
         if self.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
             raise UserError(
                 f"init_lora_weights={self.init_lora_weights!r} starts from B A as the delta, and here it is inside a "
                 "sine; use True, 'gaussian', 'orthogonal' or False"
             )
         if self.activation_sine and not self.use_dora:
-            raise UserError("activation_sine is a way to train sine-DoRA; set use_dora=True, or leave it out")
+            raise UserError("activation_sine is a way to train sine-DoRA; set use_dora=True, or omit it")
         check_integer("cached_weights", self.cached_weights, minimum=0)
         check_share("lora_dropout", self.lora_dropout)
         self.check_fields()
@@ -122,7 +122,7 @@ class SineLoraConfig(NamedConfig, LoraConfig):
 
 
 class SineEmbedding(SineLayer, lora.Embedding):
-    """Around an embedding; rows that are looked up are formed, and no others."""
+    """Around an embedding; only rows that are looked up are formed."""
 
     def matrices(self, name: str) -> tuple[Tensor, Tensor]:
         """Return B (tokens, r) and A (r, embedding_dim), views."""
@@ -178,7 +178,7 @@ class SineLoraModel(CheckedTuner, LoraModel):
         hint = "name it in exclude_modules"
         if isinstance(base, tuple(_LAYERS)):
             if config.activation_sine:
-                raise UserError(f"{name} is no linear, which activation_sine needs; {hint}")
+                raise UserError(f"{name} is not a linear, which activation_sine needs; {hint}")
             groups = getattr(base, "groups", 1)
             if config.r % groups:
                 raise UserError(
@@ -208,7 +208,7 @@ class SineLoraModel(CheckedTuner, LoraModel):
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         for name in ("use_dora", "lora_dropout", "lora_bias") if peft_config.target_parameters else ():
             if getattr(peft_config, name):
-                raise UserError(f"target_parameters cannot be used with {name}; leave one of them out")
+                raise UserError(f"target_parameters cannot be used with {name}; omit one of them")
         super()._prepare_model(peft_config, model)
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
@@ -241,13 +241,13 @@ class SineLoraModel(CheckedTuner, LoraModel):
         cls, model: Any, config: Any, adapter_name: str, **kwargs: Any
     ) -> dict[str, Any]:
         # peft's DoRA drops the magnitudes' ".weight" and puts it back in loading; transformers' own loading does not,
-        # and would go on with untrained ones. peft reads both.
+        # and would continue with untrained ones. peft reads both.
         found = super()._get_adapter_state_dict(model, config, adapter_name, **kwargs)
         magnitude = f"lora_magnitude_vector.{adapter_name}"
         return {f"{name}.weight" if name.endswith(magnitude) else name: value for name, value in found.items()}
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """Raise UserError: a sum of sines is no sine of a product."""
+        """Raise UserError: a sum of sines is not a sine of a product."""
         configs: Any = self.peft_config.values()
         if any(config.target_parameters for config in configs):
             raise UserError("add_weighted_adapter does not support targeting nn.Parameter")
@@ -255,7 +255,7 @@ class SineLoraModel(CheckedTuner, LoraModel):
             "" if any(config.use_dora for config in configs) else ", or make them LoRA's with convert_to_lora first"
         )
         raise UserError(
-            "sine adapters cannot be combined into one: a sum of sines is no sine of a product; activate several with "
+            "sine adapters cannot be combined: a sum of sines is not a sine of a product; activate several with "
             f"base_model.set_adapter([...]){instead}"
         )
 

@@ -7,7 +7,7 @@ The gain is solved for at every step: the best amplitude is linear in W. Of two 
 weight's root mean square and of half of it, the better is kept: the first suits weights that are nearly of low rank
 already, the second those whose singular values hardly fall.
 
-A smaller error of the weight is no smaller one of the model: singular value decomposition keeps the largest directions
+A smaller weight error need not mean a smaller model error: singular value decomposition keeps the largest directions
 whole, and these are where the inputs are (studies/compression).
 """
 
@@ -57,7 +57,7 @@ def fit_factors(weight: Tensor, rank: int, activation: str) -> Fitted:
 
 
 def _descend(target: Tensor, up: Tensor, down: Tensor) -> Fitted:
-    """Return the factors after Adam's steps, whose rate falls linearly to zero."""
+    """Return the factors after Adam's steps, whose learning rate falls linearly to zero."""
     up, down = (each.clone().requires_grad_() for each in (up, down))
     optimizer = torch.optim.Adam([up, down], lr=_RATE, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, _STEPS)

@@ -73,10 +73,10 @@ class SineLowRankConfig:
     method: ClassVar[str] = "sine-lowrank"
 
     rank: int = 8
-    """k; a linear m x n is taken where k (m + n) < m n, so that it gets smaller."""
+    """k; a linear m x n is replaced where k (m + n) < m n, so that it gets smaller."""
     omega: float | str | None = None
-    """Frequency: a number, or the name of a published table (`OMEGA_BY_RANK`), of which the largest rank that is not
-    above `rank` counts. None: "vit-small-cifar100", or 1 for identity and relu."""
+    """Frequency: a number, or the name of a published table (`OMEGA_BY_RANK`), whose entry for the largest
+    rank up to `rank` is used. None: "vit-small-cifar100", or 1 for identity and relu."""
     gain: float | None = None
     """g, the divisor. None: sqrt(d_in), or 1 for identity and relu; with init="fit" what fits each layer."""
     activation: WeightActivation = "sine"
@@ -118,7 +118,7 @@ class SineLowRankConfig:
     def draw(self, factor: Tensor, fan: int) -> None:
         """Draw a factor by this config's init; raise UserError for "fit", which draws nothing."""
         if self.init == "fit":
-            raise UserError("init='fit' takes a trained layer's weight, and there is none here; use kaiming_sqrt5")
+            raise UserError("init='fit' needs a trained layer's weight, which is absent here; use kaiming_sqrt5")
         bound = (6 / (1 + _INITS[self.init]) / fan) ** 0.5
         init.uniform_(factor, -bound, bound)
 
@@ -295,7 +295,7 @@ class SineLowRankMethod(Method):
         return {name: Role(f"sine.{name.rpartition('_')[2]}") for name in self.float32 if name in layer._parameters}
 
     def flops(self, layer: nn.Module) -> int:
-        """Return those of a token; forming W (2 k m n, once a batch) is not among them."""
+        """Return a token's FLOPs; forming W (2 k m n, once per batch) is not counted."""
         assert isinstance(layer, SineLowRankLinear | SineExperts)
         if layer.sine_config.activation != "identity":
             return 0

@@ -15,9 +15,9 @@ Shapes: x (..., d_in), up (d_out, r), down (r, d_in), bias (d_out) or None, y (.
 
 No d_out x d_in tensor is saved between forward and backward, eager or compiled. The compiler's partitioner would
 find that both need `up @ down`, and save it. So a linear's product is an opaque op for it, and backward's has the
-output's gradient as a third argument: it is another value then, and none that forward could have made. The rest is
+output's gradient as a third argument: forward cannot have made that value. The rest is
 plain formulas, which the compiler fuses (with forward and backward opaque, a small field's step took some 4 % longer).
-The plain formulas are in `reference`; the operators are those where `ops.derivatives` says.
+The plain formulas are in `reference`, and run where `ops.derivatives` says.
 """
 
 from collections.abc import Iterator, Sequence
