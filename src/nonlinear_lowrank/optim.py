@@ -145,7 +145,7 @@ class MuonAdamW(torch.optim.Optimizer):
         groups = [dict(group) if isinstance(group, dict) else {"params": group} for group in list(params)]
         kinds = {group.get("optimizer") for group in groups}
         if kinds == {"adamw"}:
-            raise UserError("no dense matrix is trained, which alone are Muon's; use torch.optim.AdamW")
+            raise UserError("no dense matrix is trained, and Muon takes nothing else; use torch.optim.AdamW")
         if kinds == {"muon"}:
             raise UserError("only dense matrices are trained; use torch.optim.Muon")
         if kinds != {*_KINDS}:
@@ -162,7 +162,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._link()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take a further group, which says "muon" (matrices alone) or "adamw"; raise UserError for any other."""
+        """Add a group marked "muon" (matrices alone) or "adamw"; raise UserError for any other."""
         kind = param_group.get("optimizer")
         if kind not in _KINDS:
             raise UserError(f"a group of MuonAdamW must have optimizer 'muon' or 'adamw', got {kind!r}")
@@ -171,7 +171,7 @@ class MuonAdamW(torch.optim.Optimizer):
             self.param_groups.pop()
             raise UserError("Muon is for matrices; put vectors and kernels into a group with optimizer 'adamw'")
         if not hasattr(self, "_inner"):
-            return  # it is being made
+            return  # under construction
         added, inner = self.param_groups.pop(), self._inner[_KINDS.index(kind)]
         inner.add_param_group(_with_names(added))
         self.param_groups.append(inner.param_groups[-1])
@@ -227,7 +227,7 @@ class Mismatch(NamedTuple):
     tensor: Tensor
     role: Role
     lost: bool
-    """Its learning rate is that of what has no multiplier."""
+    """It is trained without its learning-rate multiplier."""
     decayed: bool
     """It is decayed, though its role is not."""
 
@@ -251,8 +251,8 @@ def mismatches(groups: Iterable[Mapping[str, Any]], lr: float | None = None) -> 
     They are found by identity among all living layers, which works under DDP and FSDP2. A learning rate is compared
     with that of a tensor of multiplier 1 in the same layer: one of the branch's (the down projection), else the dense
     weight, else that of any other layer, else `lr`, the one that the optimizer was given. What cannot be judged is
-    skipped: flattened tensors (FSDP1, DeepSpeed), compiled steps and optimizers of one tensor. A ratio other than 1 is
-    taken to be intended.
+    skipped: flattened tensors (FSDP1, DeepSpeed), compiled steps and optimizers of one tensor. A ratio other than 1
+    is assumed intended.
     """
     group_of = {id(each): group for group in groups for each in group["params"]}
     held = []

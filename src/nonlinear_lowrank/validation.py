@@ -74,7 +74,7 @@ def check_shapes(what: str, wanted: Mapping[str, Sequence[int]], given: Mapping[
     """Raise UserError, which begins with `what`, for a tensor that is missing, unknown or of another shape.
 
     Args:
-        what: is wrong, as "the state dict is not of this model".
+        what: the fault, as "the state dict is not of this model".
         wanted: shapes by name.
         given: tensors by name.
     """

@@ -78,7 +78,7 @@ class ModelCost:
     active_parameters: int | None = None
     """See `active_parameters`."""
 
-    # Totals over the rows, of what a LayerCost has.
+    # Totals of LayerCost's fields over the rows.
     parameters = _total("parameters")
     branch_parameters = _total("branch_parameters")
     flops = _total("flops")
@@ -114,7 +114,7 @@ def count_parameters(model: nn.Module, *, trainable: bool = False) -> int:
 
 
 def active_parameters(model: nn.Module) -> int | None:
-    """Return the parameters that one token meets: all but those of experts that it does not go through.
+    """Return the number of parameters that one token meets: all except those of experts it skips.
 
     None where nothing says how many experts a token goes through. Embeddings count whole, tied parameters once, experts
     that are the identity not at all (see the table of this file).
@@ -189,7 +189,7 @@ def model_cost(model: nn.Module, sequence_length: int) -> ModelCost:
 
 
 def _has_matrix(module: nn.Module, known: Collection[int]) -> bool:
-    """Return whether a module has parameters, but for those of known `id`, that surely take part in products.
+    """Return whether a module has parameters, other than those of `known` ids, that surely take part in products.
 
     A leading 1 marks a token, a position table or the like, which is added.
     """

@@ -1,4 +1,4 @@
-"""Scores of linears, and choices of those that get branches by them (noble_notes_zh.md, section 4.2).
+"""Scores of linears, and choices of linears for branches by them (noble_notes_zh.md, section 4.2).
 
     scores = layer_importance(model, batches)
     nlr.augment(model, config, select=select_layers(scores, percentile=70))
@@ -131,9 +131,9 @@ def recommended_layers(scores: Mapping[str, float], percentile: float = 70.0) ->
     Source: noble_notes_zh.md, section 4.2. UserError where no linear is a query by its name, or none a feed-forward's.
     """
     parts = {name: part_of(name) for name in scores}
-    # Without either it is no choice of these but a name that `part_of` does not know.
+    # If either is missing, `part_of` does not know the names.
     if missing := [part.replace("_", "-") for part in ("query", "feed_forward") if part not in parts.values()]:
-        raise UserError(f"no linear is a {' or a '.join(missing)} by its name; choose with select_layers")
+        raise UserError(f"no linear is named like a {' or a '.join(missing)}; choose with select_layers")
     keys = {name: scores[name] for name, part in parts.items() if part == "key"}
     kept = set(select_layers(keys, percentile)) if keys else set()
     return [name for name, part in parts.items() if part in ("query", "feed_forward") or name in kept]
@@ -188,7 +188,7 @@ def _by_activation(model: nn.Module, linears: Mapping[str, Any], batches: Batche
             stack.callback(module.register_forward_pre_hook(partial(before, name), with_kwargs=True).remove)
         for batch in batches:
             model(**batch)
-    scores = dict.fromkeys(linears, 0.0)  # what was never called, or on no token, matters to nothing
+    scores = dict.fromkeys(linears, 0.0)  # linears never called, or on no token, score 0
     for name, square in squares.items():
         if tokens[name]:
             weight = linears[name].weight.detach().abs().double()
@@ -201,7 +201,7 @@ def _checked(batches: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]
     empty = True
     for batch in batches:
         if not isinstance(batch, Mapping):
-            raise UserError(f"a batch is the model's keyword arguments, and cannot be a {type(batch).__name__}")
+            raise UserError(f"a batch must map the model's keyword arguments, got a {type(batch).__name__}")
         yield batch
         empty = False
     if empty:

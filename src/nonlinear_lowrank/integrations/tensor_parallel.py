@@ -1,6 +1,6 @@
 """Tensor parallelism of NOBLE layers, as two more styles of transformers' plans.
 
-P devices hold the parts of each dense weight that the model's own plan gives them; the branch goes along:
+P devices hold the parts of each dense weight that the model's own plan gives them; the branch follows:
 
 | tensor                             | "colwise" layer (d_out split) | "rowwise" layer (d_in split) |
 |------------------------------------|-------------------------------|------------------------------|
@@ -53,7 +53,7 @@ def with_branches(model: nn.Module, plan: dict[str, str], devices: int) -> dict[
 def _why_not(layer: Any, style: str, devices: int) -> str:
     config: NobleConfig = layer.noble_config
     if f"nlr_noble_{style}" not in _OURS:
-        return f"the model's plan has it as {style!r}, which NOBLE has no form of; use data parallelism"
+        return f"the model's plan has style {style!r}, which NOBLE does not support; use data parallelism"
     if not hasattr(layer, "in_features"):
         return "it is a Conv1D; use data parallelism"
     if config.fusion != "add" or config.dropout:

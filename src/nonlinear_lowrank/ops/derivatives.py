@@ -1,9 +1,9 @@
-"""Derivatives that an operator's own backward does not give: there it is its plain formula, which torch differentiates.
+"""Derivatives that an operator's own backward does not give: there its plain formula runs, and torch differentiates it.
 
 That is every transform of `torch.func` (grad, vmap, jvp, ...), forward-mode differentiation, the backward of a
 backward, and `torch.export`, whose programs then have no op of ours. The formula saves what any PyTorch code of its
-kind saves. No `autograd.Function` of ours meets a transform, so they take the form with ctx in forward: the other
-inspects a signature in every call, 14 microseconds.
+kind saves. No `autograd.Function` of ours meets a transform, so they take ctx in forward: the other form
+inspects a signature in every call (14 microseconds).
 """
 
 from collections.abc import Callable, Sequence

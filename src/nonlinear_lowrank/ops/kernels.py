@@ -24,11 +24,11 @@ _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @contextmanager
 def use_kernels(enabled: bool) -> Iterator[None]:
-    """Use the kernels in the block, or do not; backward runs by the setting of its own moment.
+    """Use the kernels in the block, or do not; backward follows the setting at the time it runs.
 
     It holds for the whole process, since backward of a GPU's tensors runs in a thread of autograd's. Of the blocks that
     are open, in any thread, the one entered last decides; a block that ends takes its own setting along and no other.
-    On a CPU NOBLE's backward is what its forward was.
+    On a CPU NOBLE's backward follows its forward.
     """
     switch = (object(), enabled)
     _SWITCHES.append(switch)
@@ -44,7 +44,7 @@ def enabled() -> bool:
 
 
 def kernels(name: str, *tensors: Tensor) -> ModuleType | None:
-    """Return the module `methods.<name>.kernel`, or None where these tensors, one or more, are PyTorch's.
+    """Return the module `methods.<name>.kernel`, or None where PyTorch must handle these tensors.
 
     A kernel reads plain tensors (no DTensor, no fake one) of at most 32 bits on one NVIDIA GPU. Tensors there that wrap
     others are named in a warning, once a kind.

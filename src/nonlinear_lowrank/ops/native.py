@@ -1,9 +1,9 @@
-"""Operators in C++ for float32 on a CPU, `native.cpp`: built on first use, kept, and done without where they cannot be.
+"""Operators in C++ for float32 on a CPU, `native.cpp`: built on first use and cached; PyTorch's run where that fails.
 
 The build needs a C++ compiler (`CXX`, else `c++`) and takes twenty seconds, once for a version of torch, a compiler
 and a kind of processor; the result lies in `$NLR_CACHE`, else `~/.cache/nonlinear-lowrank`. Without a compiler, with
 `NLR_NATIVE=0` in the environment, and inside `use_kernels(False)`, operators are PyTorch's; a build is logged, and one
-that fails is named in a warning. A NOBLE layer's backward is what its forward was.
+that fails is named in a warning. A NOBLE layer's backward follows its forward.
 """
 
 import functools
@@ -63,7 +63,7 @@ def _load() -> Any:
         output = (getattr(error, "stderr", None) or "").splitlines()
         why = shorten(next((line for line in output if "error" in line), str(error)), 160)
         warnings.warn(
-            f"operators in C++ were not built, PyTorch's run (ask for those: NLR_NATIVE=0): {why}", stacklevel=2
+            f"operators in C++ were not built, so PyTorch's run (NLR_NATIVE=0 chooses those): {why}", stacklevel=2
         )
         return None
     return torch.ops.nonlinear_lowrank_native
@@ -88,7 +88,7 @@ def _built(vectors: list[str]) -> Path:
     folder = Path(os.environ.get("NLR_CACHE") or user).expanduser()
     name = f"native-{mark.hexdigest()[:16]}"
     for path in folder.glob(f"{name}-*.so"):
-        if path.name == _sized(name, path):  # to load one that was cut off would kill the process
+        if path.name == _sized(name, path):  # loading a truncated one would kill the process
             return path
     folder.mkdir(parents=True, exist_ok=True)
     LOG.info("building the operators in C++, once: some twenty seconds, minutes on a busy machine")

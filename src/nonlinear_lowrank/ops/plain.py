@@ -45,6 +45,6 @@ def kept_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 def exporting() -> bool:
     """Return whether `torch.export` is tracing.
 
-    `torch.compiler.is_exporting` says the same, except to the compiler of torch 2.11, which it always tells yes.
+    `torch.compiler.is_exporting` does the same, but in torch 2.11 is always true inside the compiler.
     """
     return torch.compiler._is_exporting_flag

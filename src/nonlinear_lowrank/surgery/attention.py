@@ -1,4 +1,4 @@
-"""torch's `nn.MultiheadAttention` with linears that are called, so that layers in their place act.
+"""torch's `nn.MultiheadAttention` with linears that are called, so that layers in their place take effect.
 
 torch's reads `in_proj_weight` and the weight of `out_proj` as tensors and calls no linear, and in inference
 `nn.TransformerEncoderLayer` reads those of its whole layer. `augment` puts `UnfusedMultiheadAttention` in its place.

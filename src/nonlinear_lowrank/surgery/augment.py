@@ -121,7 +121,7 @@ def augment(
             _check(name, model, method, configs[name])
         if _was_loaded(model) and method.discards(config):
             places = f"in the place of {len(names)} trained ones"
-            warnings.warn(f"{method.name} puts new, random weights {places}; train the model anew", stacklevel=2)
+            warnings.warn(f"{method.name} puts new, random weights {places}; train the model again", stacklevel=2)
 
         layers = _swap(model, method, configs)
     for name, layer in layers.items():
@@ -148,7 +148,7 @@ def augment(
 
 
 def known_method(config: Any) -> Method:
-    """Return the method of a config; raise UserError where it is the config of none."""
+    """Return the method of a config; raise UserError where it has none."""
     if (method := method_of_config(config)) is None:
         known = ", ".join(sorted(each.config_class.__name__ for each in all_methods().values()))
         if isinstance(config, type):

@@ -18,7 +18,7 @@ _FORM = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*(?:of\s+)?(parameters|flops)?\s*",
 
 
 def parse_budget(budget: str) -> tuple[float, str]:
-    """Return the share of the plain model's, and of which: "5%" and "5% parameters" -> (0.05, "parameters")."""
+    """Return the share and the quantity that it is of: "5%" and "5% parameters" -> (0.05, "parameters")."""
     match = _FORM.fullmatch(budget) if isinstance(budget, str) else None
     if match is None or float(match[1]) == 0:
         raise UserError(f"cannot read the budget {budget!r}; write '5%' (of the parameters) or '5% flops'")
@@ -31,7 +31,7 @@ def config_within(
     """Return the config with the largest `rank_ratio` whose branches beside `modules` stay within a budget.
 
     `parameters` are the plain model's, `flops` its linears', forward, per token. A method without ranks to choose, or
-    rank 1 everywhere that is too much already, raises UserError.
+    a budget below rank 1 everywhere, raises UserError.
     """
     share, kind = parse_budget(budget)
     if not method.budgeted:

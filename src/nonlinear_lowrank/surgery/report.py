@@ -46,7 +46,7 @@ class AugmentReport:
             f"{self.method}: {len(self.swapped)} {self.kind}s swapped, {len(self.skipped)} skipped{settings}",
             f"  parameters {_change(self.parameters_before, self.parameters_added)}",
         ]
-        if self.kind == "linear":  # others cost none by this count, which is not to say that they are free
+        if self.kind == "linear":  # by this count others cost nothing, but they are not free
             lines.append(f"  FLOPs per token in linears {_change(self.flops_before, self.flops_added)}")
         elif self.flops_added:
             lines.append(f"  FLOPs per token + {self.flops_added:,}")

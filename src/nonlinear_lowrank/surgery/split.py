@@ -89,7 +89,7 @@ class SplitLinear(nn.Module):
         return self.parts.join([self._modules[name](x) for name in self.parts.names])  # type: ignore[misc]
 
     def rows(self, tensor: str, fused: Tensor) -> list[Tensor]:
-        """Return what of the fused "weight" or "bias" is each part's, in the layout of its linear."""
+        """Return each part's share of the fused "weight" or "bias", in the layout of its linear."""
         turned = self.transposed and tensor == "weight"
         return [each.t() if turned else each for each in self.parts.split(fused.t() if turned else fused)]
 

@@ -51,7 +51,7 @@ def output_head_names(model: nn.Module) -> dict[str, str]:
 
 
 def _tied_linears(model: nn.Module) -> dict[str, str]:
-    """Return modules of which two hold one weight, which layers in their place would not: {name: why}."""
+    """Return modules that share a weight, which layers in their place would not: {name: why}."""
     first: dict[int, str] = {}
     found: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -183,7 +183,7 @@ def _check_selected(model: nn.Module, select: Collection[str] | None) -> None:
     modules = dict(model.named_modules()) if select is not None else {}
     for name in select or ():
         if name not in modules or not (is_linear(modules[name]) or linear_method(modules[name])):
-            raise UserError(f"select has {name!r}, which is no linear of this model")
+            raise UserError(f"select has {name!r}, which is not a linear of this model")
 
 
 def _better_skipped(module: nn.Module, method: Method, config: Any) -> str | None:
@@ -254,8 +254,8 @@ def is_unread_pooler(model: nn.Module, name: str) -> bool:
     return bool(_POOLER.fullmatch(name) and _EACH_TOKEN.fullmatch(type(model).__name__))
 
 
-# What forwards use is read from their compiled code, which is there also without a source: which linears' tensors they
-# take without calling them, and which activations they call.
+# What forwards use is read from their compiled code, which exists even without source: linears whose tensors they take
+# without calling them, and activations that they call.
 _ACTIVATIONS = {"gelu", "relu", "silu", "tanh", "sigmoid", "quick_gelu", "leaky_relu", "elu", "mish", "softplus"} | {
     *("ReLU", "GELU", "SiLU", "Tanh", "Sigmoid")
 }
@@ -283,12 +283,11 @@ _CALLED = re.compile(r"\.(\w+)\b(?!\.(?:weight|bias)\b)")
 
 
 class Bypass(NamedTuple):
-    """Reason for which a layer in a module's place would not act."""
+    """Reason a layer in a module's place would have no effect."""
 
     why: str
     refused: bool
-    """True: it is not put there on request either: it would never act, or not in inference. Else on some paths it
-    would."""
+    """True: refused even on request, since it would never act, or not in inference. False: it would on some paths."""
 
 
 def bypassed_linears(model: nn.Module) -> dict[str, Bypass]:

@@ -379,7 +379,7 @@ def test_converters_that_leave_no_dense_part_are_refused(float8):
         f"layers.{layer}.attention.{own}" for layer in range(kit.LAYERS) for own in ("qkv_linear.wqkv", "wo")
     }
     lora = LoRAConverter.Config(rank=2, alpha=2.0).build().convert(copy.deepcopy(augmented().model))
-    assert_refused("has made a .*LoRALinear of a NOBLE layer's dense part", kit.built, replace(spec, model=lora))
+    assert_refused("has made a NOBLE layer's dense part a .*LoRALinear", kit.built, replace(spec, model=lora))
 
 
 def test_a_checkpoint_is_read_whole(tmp_path, monkeypatch):
@@ -458,7 +458,7 @@ REFUSED = {
     "the fused name": ({"include": r".*\.wqkv"}, NOBLE, r"'\.\*.*wqkv' matches no linear's whole name"),
     "rank": ({"include": r"layers.*"}, nlr.NobleConfig(rank=16), r"layers.*qkv_linear\.wk: rank 16 is not low"),
     "head": ({"include": "lm_head"}, NOBLE, "named like an output head"),
-    "one of two": ({"include": r".*\.wk"}, NOBLE, "wk and .*wv have one config in torchtitan; choose both or neither"),
+    "one of two": ({"include": r".*\.wk"}, NOBLE, "wk and .*wv share one config in torchtitan; choose both or neither"),
     "shared": ({}, nlr.NobleConfig(rank=4, share_down="qkv"), "share_down and fuse_shared_inputs .* omit them"),
     "whole": ({"split_fused": False}, NOBLE, "beside a whole fused projection is not for torchtitan: omit split_fused"),
     "method": ({}, nlr.NonlinearQueryConfig(), "nonlinear-query is not for torchtitan; use NobleConfig"),

@@ -207,9 +207,9 @@ assert layer.noble_mix1.grad.abs().sum() > 0
         ({"CXX": "no-such-compiler"}, ""),
         (
             {"CXX": "false"},
-            "operators in C++ were not built, PyTorch's run (ask for those: NLR_NATIVE=0): Command '['false',",
+            "operators in C++ were not built, so PyTorch's run (NLR_NATIVE=0 chooses those): Command '['false',",
         ),
-        ({"NLR_CACHE": "/proc/none"}, "(ask for those: NLR_NATIVE=0): ["),  # a folder that cannot be made
+        ({"NLR_CACHE": "/proc/none"}, "(NLR_NATIVE=0 chooses those): ["),  # a folder that cannot be made
     ],
 )
 def test_done_without(setting, warning, tmp_path):

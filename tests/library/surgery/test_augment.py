@@ -95,7 +95,7 @@ REFUSED = {
     "budget of words": ({"config": NobleConfig(), "budget": "much"}, "write '5%'"),
     "budget as number": ({"config": NobleConfig(), "budget": 0.05}, "write '5%'"),
     "no ranks": ({"config": nlr.SineLowRankConfig(rank=4), "budget": "5%"}, "give the rank itself"),
-    "select": ({"select": ["lm_head", "9"]}, "'9', which is no linear"),
+    "select": ({"select": ["lm_head", "9"]}, "'9', which is not a linear"),
     "select by pattern": ({"select": "0"}, "pass patterns as include="),
     "select nothing": ({"select": []}, "not in select"),
 }

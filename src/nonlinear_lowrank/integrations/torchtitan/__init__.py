@@ -4,7 +4,7 @@
     def llama3_noble():
         return augment(llama3_debugmodel(), nlr.NobleConfig(rank=64))
 
-It stands on torchtitan's own places to extend it, and replaces nothing at run time:
+It uses torchtitan's own extension points, and replaces nothing at run time:
 
 | torchtitan's           | ours                   | does                                                          |
 |------------------------|------------------------|---------------------------------------------------------------|
@@ -21,7 +21,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import require
 
 VERSION = "0.3.0"
-"""The only version of torchtitan that this was written for and tested with; its interfaces move."""
+"""The only version of torchtitan that this supports and was tested with; its interfaces change."""
 
 if (_found := require("torchtitan", "torchtitan").__version__) != VERSION:
     raise UserError(f"torchtitan {_found} is not the tested one: pip install torchtitan=={VERSION}")

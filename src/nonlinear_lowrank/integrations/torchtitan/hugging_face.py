@@ -30,7 +30,7 @@ from nonlinear_lowrank.validation import one_line
 
 from .job import Layer, built
 
-# Settings that change what a layer computes; the others are of its init and training.
+# Settings that change what a layer computes; the others concern its init and training.
 _FUNCTION = {"rank", "rank_ratio", "activation", "depth", "fusion", "up_bias", "output_scale", "share_down"}
 _FUNCTION |= {"omega", "gain"}
 
@@ -99,7 +99,7 @@ class BranchAdapter:
         return DTensor.from_local(local[order.to(local.device)], value.device_mesh, whole, run_check=False)
 
     def entries(self) -> list[dict[str, Any]]:
-        """Return what the Hugging Face config lists of our layers."""
+        """Return the Hugging Face config's entries for our layers."""
         return layer_entries({self.hf_names[name]: layer.config.method for name, layer in self.layers.items()})
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def hf_config(spec: Any, plain_config: Any = None) -> Any:
         setattr(config, FIELD, entries)
     known: Any = AutoModelForCausalLM._model_mapping
     if type(config) not in known:
-        raise UserError(f"{type(plain_config).__name__} is the config of no causal language model")
+        raise UserError(f"{type(plain_config).__name__} is not a causal language model's config")
     config.architectures = [known[type(config)].__name__]
     return config
 
@@ -161,7 +161,7 @@ def _llama_config(spec: Any) -> Any:
         raise UserError(f"{spec.name} is not Llama 3; give plain_config=, transformers' config of the plain model")
     first, attention, rope = model.layers[0], model.layers[0].attention, model.layers[0].attention.rope
     rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": float(rope.theta)}
-    positions = rope.max_seq_len  # a run makes it its own sequence length
+    positions = rope.max_seq_len  # a run sets it to its sequence length
     if rope.scaling == "llama":
         positions = max(positions, int(rope.scaling_factor * rope.original_max_position_embeddings))
         same = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -278,7 +278,7 @@ def read_checkpoint(spec: Any, folder: str | Path, *, allow_torch_checkpoints: b
     """
     path, state = check_folder(folder), built(spec.model).to_empty(device="cpu").state_dict()
     if not (path / ".metadata").is_file():
-        raise UserError(f"{path} is no checkpoint of torch.distributed: it has no .metadata")
+        raise UserError(f"{path} is not a torch.distributed checkpoint: it has no .metadata")
     if not allow_torch_checkpoints:
         fix = "to read it, pass allow_torch_checkpoints=True"
         raise UserError(f"{path}/.metadata is a pickle, which can run code; {fix}")

@@ -43,7 +43,7 @@ class Layer(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """A linear's config and the method's. No `Linear.Config`, which later converters would take for a plain one."""
+        """A linear's config and the method's. Not a `Linear.Config`, which later converters would take as plain."""
 
         in_features: int
         out_features: int
@@ -94,8 +94,8 @@ class TitanNobleLinear(Layer, NobleLinear):
         if type(config.dense) not in _DENSE:
             kind = type(config.dense).__qualname__.removesuffix(".Config")
             raise UserError(
-                f"a converter after AugmentConverter has made a {kind} of a NOBLE layer's dense part, which can be a "
-                "Linear or a Float8Linear; omit that converter"
+                f"a converter after AugmentConverter has made a NOBLE layer's dense part a {kind}, not a Linear or "
+                "Float8Linear; omit that converter"
             )
         sizes: dict[str, Any] = {name: getattr(config, name) for name in ("in_features", "out_features", "bias")}
         NobleLinear.__init__(self, **sizes, config=config.method)
@@ -144,7 +144,7 @@ class AugmentConverter(ModelConfigConverter):
         exclude: Patterns = None
         """Regular expression(s) of names to skip."""
         split_fused: bool = True
-        """Fused projections are three linears where a branch is; there is no other way here."""
+        """Fused projections with a branch become three linears; there is no alternative here."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -242,7 +242,7 @@ def _check_place(name: str, place: _Place | None, chosen: set[str], method: Meth
             "Float8LinearConverter, which then takes the other linears"
         )
     if not chosen.issuperset(place.names):
-        raise UserError(f"{' and '.join(place.names)} have one config in torchtitan; choose both or neither")
+        raise UserError(f"{' and '.join(place.names)} share one config in torchtitan; choose both or neither")
 
 
 def _unfuse(model_config: Any, wanted: Callable[[str], bool]) -> None:
@@ -318,8 +318,8 @@ def optimizer_config(optimizer: Any, model_config: Any) -> Any:
             raise UserError(f"the optimizer has no group for {name}; end its param_groups with the pattern '.*'")
         if groups[place].optimizer_name == "DistMuon" and "." in role.name and not role.muon:
             raise UserError(
-                f"{name} would go to Muon, which the multipliers of {role.name} blow up; put a group of AdamW with the "
-                f"pattern {name.rpartition('.')[2]!r} before {groups[place].pattern!r}"
+                f"{name} would go to Muon, which diverges at the multipliers of {role.name}; put an AdamW group with "
+                f"the pattern {name.rpartition('.')[2]!r} before {groups[place].pattern!r}"
             )
         kinds.setdefault((place, role.lr, role.decay), []).append(name)
     for place, group in enumerate(groups):
@@ -338,7 +338,7 @@ def optimizer_config(optimizer: Any, model_config: Any) -> Any:
 
 
 def _patterns(classes: list[list[str]]) -> list[str]:
-    """Return a regular expression for each class of names, which matches no other: by numbers only where it must."""
+    """Return a regular expression that matches each class of names alone; it names layer numbers only if it must."""
     between = r"\.(?:_\w+\.)*"  # wrappers (activation checkpointing, ...) put parts like `_checkpoint_wrapped_module`
 
     def kind(name: str, any_number: bool = True) -> str:
