@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, UserError | OSError):
             message = one_line(error, most=2000)
             if arguments and arguments[0] in _GO_ON:  # the message is of a comparison or a run inside them
-                message = message.replace("go on with --resume", "run the same command again")
+                message = message.replace("continue with --resume", "run the same command again")
             return _fail(message, 2)
         if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(("nlr_", "nonlinear_")):
             return _fail(f"{error.name.partition('.')[0]} is needed here: {install_hint('lab')}", 2)
@@ -88,7 +88,7 @@ def _dispatch(arguments: Sequence[str]) -> None:
         raise UserError(f"{name} is a recipe: nlr {RECIPES[name].command} {name}, or nlr compare {name}")
     else:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}"
+        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(COMMANDS)}"
         raise UserError(f"unknown command {name!r}; {hint}")
 
 

@@ -109,7 +109,7 @@ def parse_recipe(
     elif isinstance(settings.get("name"), str):  # a run's own
         name = settings["name"]
     if not name:
-        raise UserError(f"name a recipe first: nlr {command} RECIPE; there are {', '.join(known)}")
+        raise UserError(f"name a recipe first: nlr {command} RECIPE; choose from {', '.join(known)}")
     check_name(name, command)
     recipe = get_recipe(name)
     if settings.get("name", name) != name:

@@ -55,7 +55,7 @@ def run_plan(arguments: list[str]) -> None:
     name = options.model.lower() if options.model.lower() in PRESETS else options.model
     if name not in PRESETS and name not in RECIPES:
         if name[:1].isdigit():
-            raise UserError(f"unknown size {name!r}; there are {', '.join(PRESETS)}")
+            raise UserError(f"unknown size {name!r}; choose from {', '.join(PRESETS)}")
         check_name(name)
     if name in recipes_of("fit"):
         raise UserError(f"{name} fits a field, on one device in minutes to hours; plan takes models")

@@ -18,7 +18,7 @@ from .options import parse
 class ReproduceOptions:
     """Run a published table or figure at a scale; print what is published beside what was found.
 
-    The same command goes on where it stopped. nlr reproduce --list names the tables.
+    The same command continues where it stopped. nlr reproduce --list names the tables.
     """
 
     table: Positional[str] = "*"

@@ -12,7 +12,7 @@ from .options import parse, take_option
 class ScaleOptions(Ladder):
     """Climb a ladder: each width is a comparison with its own tuned learning rates, predicted before it is run.
 
-    The same command goes on where it stopped; widths, tokens, arms and seeds may be added to a folder.
+    The same command continues where it stopped; widths, tokens, arms and seeds may be added to a folder.
     """
 
     scale: str

@@ -118,7 +118,7 @@ class Folder:
         """Return step times of an earlier session, if they are of these arms on this kind of machine."""
         if not (self.path / TIMING).exists() or rounds == 0:
             return None
-        record = read_json(self.path / TIMING, "delete it: it is measured anew")
+        record = read_json(self.path / TIMING, "delete it: it is measured again")
         if record.get("arms") != self.now["arms"] or record.get("machine") != machine(threads):
             return None
         return record["times"] if all(len(series) >= rounds for series in record["times"].values()) else None

@@ -128,7 +128,7 @@ def last_sections(results: Record) -> list[str]:
         *("## Every run", run_table(results), "## Settings"),
         f"<details><summary>every setting, version and the machine</summary>\n\n{listed}\n\n</details>",
         *("## How to repeat", f"```\n{results['command']}\n```"),
-        f"The same command{again} goes on where it stopped and reuses every finished run.",
+        f"The same command{again} continues where it stopped and reuses every finished run.",
     ]
 
 

@@ -226,7 +226,7 @@ class _Session:
                 self.notes.append(f"Stopped for time in seed {seed}: {error}.")
                 break
             except StoppedBySignal as error:
-                self.notes.append(f"Seed {seed}: {error}; go on with --resume.")
+                self.notes.append(f"Seed {seed}: {error}; continue with --resume.")
                 self._report()
                 raise
             if missing and index + 1 < len(self.plan.seeds):

@@ -371,7 +371,7 @@ class Plan:
         if len(grid) == 1 or len(set(grid)) < len(grid) or any(not 0 < rate < math.inf for rate in grid):
             raise UserError("tune_lr needs at least two different learning rates above 0; to set one, set lr instead")
         if reference is not None and reference not in names:
-            raise UserError(f"there is no arm {reference!r} to be the reference; there are {', '.join(names)}")
+            raise UserError(f"there is no arm {reference!r} to be the reference; choose from {', '.join(names)}")
         self.arms = trials.resolve(chosen)
         self.reference = reference or trials.default_reference(self.arms)
         self.tuning_seed = recipe.train.seed

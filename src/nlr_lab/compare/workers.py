@@ -82,7 +82,7 @@ def run_side_by_side(
             timeout = None if limit.seconds is None else max(0, limit.left)
             ended, _ = ray.wait(list(going), num_returns=1, timeout=timeout)
             if not ended:
-                raise OutOfTimeError(f"stopped {len(going)} runs for time; go on with --resume")
+                raise OutOfTimeError(f"stopped {len(going)} runs for time; continue with --resume")
             folder = going.pop(ended[0])
             try:
                 problem = ray.get(ended[0])

@@ -199,7 +199,7 @@ def score_answers(
         UserError: no such prompt, the model has no room for an answer, or a batch takes more memory than is free.
     """
     if prompt not in PROMPTS:
-        raise UserError(f"there is no prompt {prompt!r}; there are {', '.join(PROMPTS)}")
+        raise UserError(f"there is no prompt {prompt!r}; choose from {', '.join(PROMPTS)}")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     room = positions - MAX_NEW_TOKENS
     if room < 1:

@@ -280,7 +280,7 @@ class _Run(Stepper):
                 if config.save_every and self.step % config.save_every == 0:
                     self._save()
                 if stop is not None and stop(self.step):
-                    raise OutOfTimeError(f"stopped for time at step {self.step} of {steps}; go on with --resume")
+                    raise OutOfTimeError(f"stopped for time at step {self.step} of {steps}; continue with --resume")
         seconds = time.monotonic() - self.started
         curve = tuple((int(entry["step"]), entry["loss"]) for entry in self.curve)
         with staged_folder(self.path / "model", {"step": self.step}) as staged:
@@ -303,7 +303,7 @@ class _Run(Stepper):
         last = f"the last good checkpoint is {found}" if found else "there is no checkpoint before it"
         by = "at" if self.device.type == "cpu" else "at or before"
         where = f"{what} is no longer a finite number {by} step {self.step}"
-        raise DivergedError(f"{where}; {last}; lower the learning rate and start anew", self.step)
+        raise DivergedError(f"{where}; {last}; lower the learning rate and start over", self.step)
 
     def _check_state(self) -> None:
         # A loss is of the weights before its step, and a score can be a number though a weight is none.

@@ -134,7 +134,7 @@ def read_scene(
     else:
         sides = [_read_side(path, file) for file in _transforms(path)]
     if not ndc:
-        raise UserError(f"ndc is of no use to {path.stem}, a Blender scene, whose rays are the world's; omit it")
+        raise UserError(f"ndc does nothing for {path.stem}, a Blender scene, whose rays are the world's; omit it")
     colours, height, width = _reduced(str(path), chain.from_iterable(side.images for side in sides), downscale)
     lenses = [_intrinsics(side.name, lens, height, width) for side in sides for lens in side.lenses]
     poses = np.concatenate([side.poses for side in sides])
@@ -148,7 +148,7 @@ def read_scene(
 def _check_bounds(name: str, near: float, far: float) -> None:
     for bound, value, default in (("near", near, _NEAR), ("far", far, _FAR)):
         if value != default:
-            raise UserError(f"{bound} is of no use to {name}, an LLFF scene, which has its own depths; omit it")
+            raise UserError(f"{bound} does nothing for {name}, an LLFF scene, which has its own depths; omit it")
 
 
 _Images = Iterable[tuple[str, np.ndarray]]  # (H, W, 3 or 4) uint8 by their names; of files one at a time is held

@@ -271,7 +271,7 @@ class FitConfig:
         if self.warmup_steps > self.steps:
             raise UserError(f"warmup_steps ({self.warmup_steps}) must not exceed steps ({self.steps})")
         if self.schedule == "constant" and self.end != type(self).end:
-            raise UserError("end is of no use to schedule='constant'; omit it")
+            raise UserError("end does nothing with schedule='constant'; omit it")
         object.__setattr__(self, "betas", tuple(self.betas))  # JSON turns tuples into lists
         if len(self.betas) != 2 or not all(isinstance(each, int | float) and 0 <= each < 1 for each in self.betas):
             raise UserError(f"betas must be two numbers of at least 0 and below 1, got {self.betas!r}")

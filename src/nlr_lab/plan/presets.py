@@ -126,5 +126,5 @@ def find_hardware(name: str) -> Hardware:
     """Return a GPU of the table by its name, however it is written; UserError where it is not in it."""
     plain = name.lower().replace(" ", "").replace("-", "")
     if plain not in HARDWARE:
-        raise UserError(f"unknown hardware {name!r}; there are {', '.join(HARDWARE)}")
+        raise UserError(f"unknown hardware {name!r}; choose from {', '.join(HARDWARE)}")
     return HARDWARE[plain]

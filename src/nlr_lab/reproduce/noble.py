@@ -203,7 +203,7 @@ def _important(trial: Any, home: Path) -> dict[str, str]:
         rows = [prepared.valid[index] for index in range(min(32, len(prepared.valid)))]
         batches = [{name: each.to(model.device) for name, each in prepared.collate([row]).items()} for row in rows]
         write_json(file, {"linears": select_layers(layer_importance(model, batches))})
-    names = "|".join(map(re.escape, read_json(file, "delete it: it is made anew", linears=list)["linears"]))
+    names = "|".join(map(re.escape, read_json(file, "delete it: it is recreated", linears=list)["linears"]))
     return {row: f"{trial.arms[row]},include={names}"}
 
 

@@ -1,7 +1,7 @@
 """Run a table at a scale, and write what is published beside what was found.
 
 A table's folder is OUT/<name>/<scale>: `table.json`, `table.md`, and a folder for each comparison. Figures that share a
-table's runs have a folder of their own for table.json and table.md alone. The same command goes on where it stopped.
+table's runs have a folder of their own for table.json and table.md alone. The same command continues where it stopped.
 """
 
 import os
@@ -171,7 +171,7 @@ def _evaluate(trial: Compare, folder: Path, arm: Any, sources: Mapping[str, str]
     for run in arm.runs:
         model = model_folder(folder, arm.own["name"], run)
         file = model.parent / _EVALUATED
-        known = read_json(file, "delete it: it is made anew") if file.is_file() else {}
+        known = read_json(file, "delete it: it is recreated") if file.is_file() else {}
         own = known.setdefault(source, {})
         if missing := [task for task in trial.tasks.values() if task not in own]:
             own |= score_model(trial.recipe.task, model, missing, sources, trial.shots)
@@ -360,7 +360,7 @@ def state(table: Table, scale: str, out: Path) -> str:
     if not file.is_file():
         trials = (out / slug(table.home) / scale).is_dir()
         return "begun" if trials else "not run"
-    record = read_json(file, "delete it: it is made anew", rows=list)
+    record = read_json(file, "delete it: it is recreated", rows=list)
     n = f", n = {record['n']}" if record["n"] else ""
     return f"run: {record['measured']} of {record['cells']} cells{n}"
 

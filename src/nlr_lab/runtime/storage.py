@@ -124,7 +124,7 @@ def _read_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         why = f"cannot read {error.filename or folder}: {error.strerror or error}"
-        raise UserError(f"{why}; no checkpoint was removed, go on with --resume when they can be read") from error
+        raise UserError(f"{why}; no checkpoint was removed, continue with --resume when they can be read") from error
 
 
 def discard(checkpoint: Path) -> None:
@@ -159,7 +159,7 @@ def holds_former(folder: Path, marker: str, what: str, *, resume: bool, overwrit
         return False
     ours = (folder / marker).is_file()
     if not resume and not overwrite:
-        more = ", --resume to go on or --overwrite to start anew" if ours else ""
+        more = ", --resume to continue or --overwrite to start over" if ours else ""
         raise UserError(f"{folder} is not empty; choose another folder{more}")
     if not ours:
         raise UserError(f"{folder} holds no {what} (it has no {marker}); choose another folder")

@@ -195,7 +195,7 @@ def inner_parameters(model: Any) -> int:
 def scaled(name: str, **changes: Any) -> Ladder:
     """Return the ladder of a scale's name with some settings changed; raise UserError where there is none."""
     if name not in SCALES:
-        raise UserError(f"unknown scale {name!r}; there are {', '.join(SCALES)}")
+        raise UserError(f"unknown scale {name!r}; choose from {', '.join(SCALES)}")
     return replace(SCALES[name], **changes)
 
 

@@ -26,7 +26,7 @@ def read_rungs(path: Path) -> list[dict[str, Any]]:
     found = []
     for file in path.glob(f"w*-t*/{RESULTS}"):
         match = re.fullmatch(r"w(\d+)-t([\d.e+-]+)", file.parent.name)
-        results = read_json(file, "delete it: nlr scale makes it anew", arms=list)
+        results = read_json(file, "delete it: nlr scale recreates it", arms=list)
         if match and results["n"]:
             found.append(_rung(file.parent.name, int(match[1]), float(match[2]), results))
     return sorted(found, key=lambda each: (each["tokens"], each["width"]))

@@ -45,7 +45,7 @@ def run_ladder(
 ) -> dict[str, Any]:
     """Run every rung that is not finished, smallest first, and return the record of all rungs in the folder.
 
-    A folder that has a ladder goes on where it stopped; widths, tokens, arms and seeds may be added.
+    A folder that has a ladder continues where it stopped; widths, tokens, arms and seeds may be added.
 
     Args:
         ladder: its settings.
@@ -115,7 +115,7 @@ def _left_out(file: Path, plan: Plan) -> str:
     """Return the arms and seeds of a rung's record that a plan lacks, as words."""
     if not file.is_file():
         return ""
-    former = read_json(file, "delete it: nlr scale makes it anew", arms=list, seeds=list)
+    former = read_json(file, "delete it: nlr scale recreates it", arms=list, seeds=list)
     names = {arm.name for arm in plan.arms}
     arms = [f"arm {arm['name']}" for arm in former["arms"] if arm["name"] not in names]
     return ", ".join([*arms, *(f"seed {seed}" for seed in former["seeds"] if seed not in plan.seeds)])

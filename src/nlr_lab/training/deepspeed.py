@@ -54,7 +54,7 @@ def check_readable(folder: Path, checkpoints: Path, *, deepspeed: bool, processe
     if deepspeed != pickled:
         how = "by" if pickled else "without"
         raise UserError(
-            f"{folder} was written {how} DeepSpeed; resume with the engine the run began with, or start anew"
+            f"{folder} was written {how} DeepSpeed; resume with the engine the run began with, or start over"
         )
     if not pickled:
         return

@@ -150,7 +150,7 @@ class TrainConfig:
     def _check_schedule(self) -> None:
         check_choice("schedule", self.schedule, get_args(Schedule))
         if self.min_lr_share >= 1 or (self.min_lr_share and self.schedule == "constant"):
-            raise UserError("min_lr_share must be below 1, and is of no use to schedule='constant'; omit it")
+            raise UserError("min_lr_share must be below 1, and does nothing with schedule='constant'; omit it")
         if self.decay_share > 1 or (self.decay_share > 0) != (self.schedule == "wsd"):
             raise UserError("decay_share must be above 0 and at most 1 with schedule='wsd', and omitted with any other")
         if self.steps and self.schedule == "wsd" and self.warmup_steps + self.decay_steps > self.steps:

@@ -120,7 +120,7 @@ def after_divergence(step: int) -> str:
     """Return what to do about a run whose loss diverged at a step."""
     if step == 1:  # before any update
         return "its model or data are broken: nlr verify looks at a checkpoint's weights"
-    return "lower the learning rate or lengthen the warm-up, and start anew"
+    return "lower the learning rate or lengthen the warm-up, and start over"
 
 
 def untrained_loss(history: Sequence[dict[str, float]]) -> float | None:

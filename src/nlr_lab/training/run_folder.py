@@ -68,7 +68,7 @@ class RunFolder:
         """
         if not holds_former(self.path, RECIPE, "training run of ours", resume=resume, overwrite=overwrite):
             return None
-        hint = f"bring it back, or delete {self.path} to train anew"
+        hint = f"bring it back, or delete {self.path} to retrain"
         former = Recipe.from_dict(read_json(self.path / RECIPE, hint, recipe=dict)["recipe"])
         before, now = flatten(former.to_dict()), flatten(self.recipe.to_dict())
         if 0 < former.train.steps < self.recipe.train.steps:
@@ -90,7 +90,7 @@ class RunFolder:
         try:
             return _read_result(result)
         except UserError as error:
-            print(f"{error}; it is written anew", file=sys.stderr)
+            print(f"{error}; it is rewritten", file=sys.stderr)
             return None
 
     def _check_data(self, fingerprint: str) -> None:
@@ -158,7 +158,7 @@ class RunFolder:
             base: Any = model.get_base_model() if is_adapted(model) else None
             if hasattr(base, "write_base"):
                 base.write_base(folder / BASE)
-            data = read_json(self.path / DATA, "delete it: it is made anew", sources=dict, fingerprint=str)
+            data = read_json(self.path / DATA, "delete it: it is recreated", sources=dict, fingerprint=str)
             _write_card(folder, self.recipe, result, data, trainer.drawn)
 
     def write_result(self, trainer: RunTrainer, prepared: Any, result: TrainResult) -> None:
@@ -276,7 +276,7 @@ class FormerRun:
         try:
             result = _read_result(path / RESULT) if (path / RESULT).is_file() else None
         except UserError as error:
-            hint = f"nlr {command} --config {path / RECIPE} --out {path} --resume writes it anew"
+            hint = f"nlr {command} --config {path / RECIPE} --out {path} --resume rewrites it"
             raise UserError(f"{error}; {hint}") from error
         return cls(path=path, recipe=recipe, about=about, result=result)
 

@@ -119,7 +119,7 @@ class Schedule(TrainerCallback):
             asked = self.stop if args.process_index == 0 else None
             late, self.stopping = largest(asked is not None and asked(step), self.request.number)
             if late:
-                raise OutOfTimeError(f"stopped for time at step {step} of {state.max_steps}; go on with --resume")
+                raise OutOfTimeError(f"stopped for time at step {step} of {state.max_steps}; continue with --resume")
             control.should_save |= bool(self.stopping)
         return control
 
@@ -231,7 +231,7 @@ class RunTrainer(Trainer):
                 raise
             raise UserError(
                 f"a process that reads data died at step {self.state.global_step} ({one_line(error)}); "
-                f"{self._last_good()}; if memory ran out lower --train.dataloader-workers, and go on with --resume"
+                f"{self._last_good()}; if memory ran out lower --train.dataloader-workers, and continue with --resume"
             ) from error
         finally:
             signal_handling._SIGCHLD_handler_set = before
@@ -416,7 +416,7 @@ class RunTrainer(Trainer):
         # Of the training curve's entry that is not closed: a signal does not wait for it.
         window = {"losses": gather_objects(self._tr_loss.item()), "since": self._globalstep_last_logged}
         about = {"step": step, "seconds": self.seconds, "processes": self.args.world_size}
-        hint = f"{self._last_good()}; make room and go on with --resume"
+        hint = f"{self._last_good()}; make room and continue with --resume"
         refused = functools.partial(disk_errors, f"the checkpoint of step {step} to {self.checkpoints}", hint)
         keep = 0 if self._keep_all else self.args.save_total_limit or 1
         group = own_group("checkpoints", timedelta(seconds=self.args.ddp_timeout))  # training uses the default one

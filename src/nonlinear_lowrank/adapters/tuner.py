@@ -199,7 +199,7 @@ class CheckedTuner(BaseTuner):
         if isinstance(adapter_names, str):
             raise UserError(f"adapter_names must be a list of names, such as [{adapter_names!r}]")
         if unknown := sorted({*(adapter_names or [])} - {*(known := self.peft_config)}):
-            raise UserError(f"there is no adapter {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
+            raise UserError(f"there is no adapter {', '.join(map(repr, unknown))}; choose from {', '.join(known)}")
         self._check_merge_allowed()
         # Check all before changing any: a merge that fails halfway would leave a half-merged model.
         for module in self.model.modules() if safe_merge else ():
@@ -232,7 +232,7 @@ class CheckedTuner(BaseTuner):
         known = [*self.peft_config, BASE_ROWS]
         if unknown := sorted({*names} - {*known}):
             raise UserError(
-                f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}; there are {', '.join(known)}"
+                f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}; choose from {', '.join(known)}"
             )
         beams = kwargs.get("num_beams")
         repeated = [name for name in names for _ in range(beams)] if isinstance(beams, int) and beams > 1 else names

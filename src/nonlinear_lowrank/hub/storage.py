@@ -85,7 +85,7 @@ def staged_output(output: Path, manifest: Mapping[str, Any] | None = None) -> It
 
 
 @contextmanager
-def disk_errors(what: str, hint: str = "make room and go on with --resume") -> Iterator[None]:
+def disk_errors(what: str, hint: str = "make room and continue with --resume") -> Iterator[None]:
     """Raise UserError, in one line, where something cannot be written because the disk is full or refuses."""
     try:
         yield

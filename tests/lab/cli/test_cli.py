@@ -161,7 +161,7 @@ def test_ctrl_c_says_how_to_resume(capsys, monkeypatch):
 
 @pytest.mark.parametrize("command", ["scale", "reproduce"])
 def test_errors_name_no_option_that_the_command_lacks(capsys, monkeypatch, command):
-    error = UserError("no space left on the disk; make room and go on with --resume")
+    error = UserError("no space left on the disk; make room and continue with --resume")
     monkeypatch.setattr(importlib.import_module(f"nlr_lab.cli.{command}"), f"run_{command}", Mock(side_effect=error))
     line = "nlr: no space left on the disk; make room and run the same command again\n"
     assert run(capsys, command) == (2, "", line)

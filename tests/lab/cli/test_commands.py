@@ -180,9 +180,9 @@ def test_convert_makes_a_model_with_the_same_outputs(trained, capsys, tmp_path):
         "--method rational --rank 4": "unrecognized argument --rank",
         "--groups 4": "unrecognized argument --groups",
         "--rank 12 --rank-ratio 0.25": "takes the place of --rank",
-        "--init scratch": "draws the weights anew",
+        "--init scratch": "redraws the weights",
         "--method qk-norm": "--method must be one of noble, nonlinear-query, rational, sine-lowrank, which keep",
-        "--method sine-lowrank --init kaiming_zero": "draws the weights anew",
+        "--method sine-lowrank --init kaiming_zero": "redraws the weights",
         "--method sine-lowrank --gain 3": "gain is found by the fit",
     }.items():
         assert message in refused(capsys, "convert", plain, wrong, *options.split())

@@ -300,4 +300,4 @@ def test_damaged_step_times_cost_no_runs(tmp_path):
     folder.save_times({"a": [1.0, 2.0]}, None)
     assert folder.load_times(2, None) == {"a": [1.0, 2.0]}
     (tmp_path / TIMING).write_text((tmp_path / TIMING).read_text()[:20])
-    assert_refused(f"{TIMING} is damaged, .*; delete it: it is measured anew$", folder.load_times, 2, None)
+    assert_refused(f"{TIMING} is damaged, .*; delete it: it is measured again$", folder.load_times, 2, None)

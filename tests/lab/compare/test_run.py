@@ -255,7 +255,7 @@ def test_reports_the_runs_that_are_done_where_a_signal_stops_a_seed(go, tmp_path
         go(training=training)
     report = (tmp_path / "out" / "report.md").read_text()
     assert "- No seed was finished by all arms: there is nothing to compare yet." in report
-    assert "- Seed 1: stopped by SIGINT at step 3 of 60; go on with --resume." in report
+    assert "- Seed 1: stopped by SIGINT at step 3 of 60; continue with --resume." in report
     assert re.search(r"\| baseline \| [\d.]+ \|", report), "its run is whole"
     assert "| noble-r4 | not run |" in report
 

@@ -164,7 +164,7 @@ def test_stopped_run_goes_on_bit_by_bit(tmp_path):
     recipe = tiny_recipe(tmp_path, eval_every=3, save_every=2)
     whole = run_training(recipe, tmp_path / "whole", quiet=True)
     asked = []
-    with pytest.raises(OutOfTimeError, match="stopped for time at step 5 of 8; go on with --resume"):
+    with pytest.raises(OutOfTimeError, match="stopped for time at step 5 of 8; continue with --resume"):
         run_training(recipe, tmp_path / "cut", quiet=True, stop=lambda step: asked.append(step) or step >= 5)
     assert asked == [1, 2, 3, 4, 5]
     assert not (tmp_path / "cut" / "result.json").exists()

@@ -124,7 +124,7 @@ def test_workers_stop_at_the_time_limit(recipe, tmp_path, monkeypatch):
     found = go(recipe, tmp_path / "out", workers=2, run=sleep, max_seconds=15)
     assert time.monotonic() - started < 60
     assert found["n"] == 0
-    assert "Stopped for time before the first seed: stopped 2 runs for time; go on with --resume." in found["notes"]
+    assert "Stopped for time before the first seed: stopped 2 runs for time; continue with --resume." in found["notes"]
     assert (tmp_path / "out" / "report.md").exists()
 
 

@@ -89,4 +89,4 @@ def test_long_prompts_lose_their_beginning_and_are_counted(tokenizer, tmp_path):
     assert score_answers(model, tokenizer, local, beams=1)["boolq_local"]["truncated"] == 2
     few = tiny_model(tokenizer, positions=MAX_NEW_TOKENS)
     assert_refused(f"{MAX_NEW_TOKENS} positions, and answers alone take", score_answers, few, tokenizer, local)
-    assert_refused("no prompt 'vicuna'; there are alp", score_answers, model, tokenizer, local, prompt="vicuna")
+    assert_refused("no prompt 'vicuna'; choose from alp", score_answers, model, tokenizer, local, prompt="vicuna")

@@ -82,7 +82,7 @@ def test_reads_an_llff_folder(llff):
     plain = read_scene(folder, downscale=2, ndc=False)
     assert (plain.near, plain.far) == pytest.approx((0.9 / 0.75, 4.5 / 0.75))
     for name in ("near", "far"):
-        assert_refused(f"{name} is of no use to .*, an LLFF scene", read_scene, folder, downscale=2, **{name: 3.0})
+        assert_refused(f"{name} does nothing for .*, an LLFF scene", read_scene, folder, downscale=2, **{name: 3.0})
 
 
 def test_downscale_averages_blocks_and_keeps_the_rays(llff):
@@ -133,7 +133,7 @@ def test_reads_one_transforms_file_with_lenses_in_pixels(tmp_path):
     assert scene.held_out == (0, 8)
     assert scene.cameras.intrinsics[4].tolist() == [20.0, 22.0, 7.5, 6.5]
     assert (scene.near, scene.far) == (0.1, 9.0)
-    assert_refused("ndc is of no use to .*, a Blender scene", read_scene, tmp_path, ndc=False)
+    assert_refused("ndc does nothing for .*, a Blender scene", read_scene, tmp_path, ndc=False)
 
 
 def test_paths_are_rotations_that_keep_the_scene_in_sight(llff, tmp_path):

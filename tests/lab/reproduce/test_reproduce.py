@@ -144,7 +144,7 @@ def test_branches_go_on_the_linears_that_score_highest(capsys, tmp_path, monkeyp
     arm = record["parts"][0]["arms"]["most important 30 %"]
     assert all(name.replace(".", "\\.") in arm for name in linears["linears"])
     stamp = (home / "importance.json").stat().st_mtime_ns
-    succeed(capsys, "reproduce", "notes/4.2", "--out", tmp_path)  # goes on where it stopped: nothing is scored anew
+    succeed(capsys, "reproduce", "notes/4.2", "--out", tmp_path)  # continues where it stopped: nothing is scored anew
     assert (home / "importance.json").stat().st_mtime_ns == stamp
 
 

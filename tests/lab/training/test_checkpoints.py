@@ -329,7 +329,7 @@ def test_failed_write_stops_the_run_at_the_next_step(tmp_path, monkeypatch):
 )
 def test_failing_disk_at_the_final_model_costs_no_checkpoint(tmp_path, number, words):
     text, full = FakeText(), OSError(number, os.strerror(number))
-    refused = pytest.raises(UserError, match=f"cannot write the model to .*: {words} and go on with --resume")
+    refused = pytest.raises(UserError, match=f"cannot write the model to .*: {words} and continue with --resume")
     with mock.patch.object(text.tokenizer, "save_pretrained", side_effect=full), refused:
         run_training(make_recipe(steps=4), tmp_path / "out", prepared=text, quiet=True)
     assert not (tmp_path / "out" / "model").exists()

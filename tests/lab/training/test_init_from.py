@@ -102,7 +102,7 @@ def test_starts_that_do_not_fit_are_refused_before_any_work(first, tmp_path):
     model.save_pretrained(short)
     refused = {
         "is not a folder": _from(tmp_path / "absent"),
-        "init=noble would draw the weights": _from(start, "baseline:init=noble"),
+        "init=noble would redraw the weights": _from(start, "baseline:init=noble"),
         "sequence_length 16 exceeds the 8 positions": _from(short),
     }
     for words, recipe in refused.items():

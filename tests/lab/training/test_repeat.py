@@ -163,7 +163,7 @@ def test_changes_are_named(trained, tmp_path, capsys):
         ("train --from {code} --out {new} --allow-code", "no deterministic kernel"),  # it was called
         ("train --from {damaged} --out {new}", "is damaged"),
         ("train --from {torn} --out {new}", "torn/result.json is not the result of a run: JSONDecodeError"),
-        ("train --from {torn} --out {new}", "recipe.json --out {torn} --resume writes it anew"),
+        ("train --from {torn} --out {new}", "recipe.json --out {torn} --resume rewrites it"),
     ],
 )
 def test_refused(trained, tmp_path, capsys, arguments, words):

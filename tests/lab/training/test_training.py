@@ -242,7 +242,7 @@ def test_finished_run_is_kept_by_resume_and_replaced_by_overwrite(tmp_path):
     out = tmp_path / "out"
     first = train(out)
     before = snapshot(out)
-    assert_refused("--resume to go on or --overwrite", train, out)
+    assert_refused("--resume to continue or --overwrite", train, out)
     for change, field in (
         ({"lr": 2e-2}, "train.lr"),
         ({"arm": "noble:rank=5"}, "arm.settings.rank"),
@@ -262,7 +262,7 @@ def test_finished_run_is_kept_by_resume_and_replaced_by_overwrite(tmp_path):
     assert (out / "letter.txt").read_text() == "somebody's"
     assert Recipe.from_dict(json.loads((out / "recipe.json").read_text())["recipe"]).arm == Arm()
     (out / "recipe.json").write_text('{"recipe": {"name"')
-    fix = f"recipe.json is damaged, .*; bring it back, or delete {out} to train anew"
+    fix = f"recipe.json is damaged, .*; bring it back, or delete {out} to retrain"
     assert_refused(fix, train, out, arm="baseline", steps=2, resume=True)
     assert_refused("not the result", TrainResult.from_json, '{"arm": "x"}')
 

@@ -381,7 +381,7 @@ def test_the_report_says_how_good_the_fits_are(capsys):
     assert error <= 2e-3
     assert f"gelu as degree 5/4, abs_of_sum: max error {error:.1e} on [-3, 3], linear tails, anchor none" in said
     assert "4 groups of 48 channels" in said
-    with pytest.raises(UserError, match="there is no adapter 'other'; there are default"):
+    with pytest.raises(UserError, match="there is no adapter 'other'; choose from default"):
         model.base_model.report("other")
 
 

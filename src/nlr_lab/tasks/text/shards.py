@@ -226,7 +226,7 @@ def _llm_c(path: Path, header: np.ndarray, size: int) -> Shard:
 
 
 def _megatron(path: Path, index: Path, end: int | None) -> Shard:
-    hint = "make both anew with Megatron's preprocess_data.py"
+    hint = "make both again with Megatron's preprocess_data.py"
     with index.open("rb") as file:
         head = file.read(_INDEX.size)
     if len(head) < _INDEX.size or not head.startswith(b"MMIDIDX\0\0"):

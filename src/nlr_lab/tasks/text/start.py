@@ -27,7 +27,7 @@ def load_start(path: str, prepared: Any, sequence_length: int, dense_init: str |
     """
     folder = start_folder(path)
     if dense_init is not None:
-        raise UserError(f"init={dense_init} would draw the weights of {path} anew; leave it out of the arm")
+        raise UserError(f"init={dense_init} would redraw the weights of {path}; omit it from the arm")
     model = load_model(folder)
     rows = model.get_input_embeddings().weight.shape[0]
     hint = f"give the model's own: --task.text.tokenizer {folder}"

@@ -53,7 +53,7 @@ class NoraModel(AdapterModel):
         Parameters exclude modules_to_save and biases; FLOPs count rational functions of known width.
         """
         if adapter_name not in self.peft_config:
-            raise UserError(f"there is no adapter {adapter_name!r}; there are {', '.join(self.peft_config)}")
+            raise UserError(f"there is no adapter {adapter_name!r}; choose from {', '.join(self.peft_config)}")
         layers = {name: each for name, each in self.model.named_modules() if isinstance(each, AdapterLayer)}
         details = {
             name: self._described(each, adapter_name) if isinstance(each, NoraActivation) else "LoRA"
@@ -241,7 +241,7 @@ def lora_to_nora(model: PeftModel, adapter_name: str = "default", **settings: An
     """
     config: Any = model.peft_config.get(adapter_name)
     if config is None:
-        raise UserError(f"there is no adapter {adapter_name!r}; there are {', '.join(model.peft_config)}")
+        raise UserError(f"there is no adapter {adapter_name!r}; choose from {', '.join(model.peft_config)}")
     if len(model.peft_config) > 1:
         others = ", ".join(model.peft_config.keys() - {adapter_name})
         raise UserError(f"{others} would be lost; call delete_adapter to keep {adapter_name!r} alone")
