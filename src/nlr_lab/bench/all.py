@@ -1,8 +1,8 @@
 """`nlr bench all`: the times that docs/performance.md states, each beside the least it could be, in one JSON.
 
 `PARTS` are runs of the other benchmarks. Within a panel all arms take turns, NOBLE's rivals (`rivals`) among them. The
-least, a ratio like the time's, is that of the FLOPs of a training step, of the bytes that a token at batch 1 reads, 1
-for an activation that reads and writes what GELU does, and for a tiny call the official layer.
+least is a ratio like the time's: of the FLOPs of a training step, of the bytes that a token at batch 1 reads, 1 for an
+activation that reads and writes what GELU does, and for a tiny call the official layer's time.
 """
 
 import json
@@ -46,8 +46,8 @@ _CALL: dict[str, Any] = {"bench": bench_op, "config": OpBenchConfig, "tiny": _SM
 _ADAPTERS: dict[str, Any] = {"family": "llama", "methods": ("sine-lora", "sine-dora", "dora"), "ranks": (16,)}
 
 PARTS: dict[str, Part] = {
-    # First: a token waits for memory, and weights that lie where another part has freed some, in whichever arm, are
-    # slower by up to 6 % than in a process that has just loaded a model.
+    # First: a token waits for memory, and weights that lie in memory freed by another part are, in any arm, up to
+    # 6 % slower than in a process that has just loaded a model.
     "decode-512": Part(
         about="one token over the baseline, eager, GLM, d 512, r 32, after 128",
         bench=bench_decode,

@@ -67,7 +67,7 @@ def bench_arms(methods: Sequence[str], ranks: Sequence[int]) -> list[BenchArm]:
     """Return every arm that is measured, those that others are over first: the plain model, LoRA of each rank."""
     for name in methods:
         if name not in (*METHODS, *RIVALS):
-            raise UserError(f"unknown method {name!r}; choose of {', '.join((*METHODS, *RIVALS))}")
+            raise UserError(f"unknown method {name!r}; choose from {', '.join((*METHODS, *RIVALS))}")
     arms = [] if all(map(_over_lora, methods)) else [BenchArm()]
     first = [LORA] if any(name == LORA or _over_lora(name) for name in methods) else []
     for name in [*first, *(name for name in methods if name != LORA)]:

@@ -65,7 +65,7 @@ def summary(config: KernelBenchConfig, rows: list[Row], versions: dict[str, str]
 
 
 def problems(figures: dict[str, int]) -> list[str]:
-    """Return what none that is launched may have: spills, a stack, and products off the tensor cores."""
+    """Return what a launched kernel must not have: spills, a stack, and products off the tensor cores."""
     memory = ("spill_stores", "spill_loads", "stack")
     found = [f"{figures[name]} bytes of {name.replace('_', ' ')}" for name in memory if figures[name]]
     if figures["wgmma"] + figures["mma"] < figures["products"]:
@@ -125,7 +125,7 @@ def _sine() -> None:
 
 @contextmanager
 def compiling_for(capability: int) -> Iterator[None]:
-    """Let triton's own launches compile for a GPU that is not there."""
+    """Let triton's own launches compile for an absent GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
 

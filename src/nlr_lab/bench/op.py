@@ -46,7 +46,7 @@ class OpArm:
 
     name: str
     over: str | None
-    """None: others stand beside it."""
+    """None: a baseline."""
     function: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
     """Those whose gradients are formed require them."""
@@ -83,7 +83,7 @@ def bench_op(config: OpBenchConfig, *, progress: Progress = lambda line: None) -
 
 
 def _forward(arm: OpArm, mode: Mode) -> Callable[[], Tensor]:
-    # Without this torch.compile takes what a first call has seen for the general case from the second one on.
+    # Without this, from the second call on torch.compile generalizes what the first one has seen.
     function = in_mode(arm.function, mode, dynamic=False)
 
     return lambda: function(*arm.inputs)

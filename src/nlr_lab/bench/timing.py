@@ -50,7 +50,7 @@ def in_mode(function: Callable[..., Any], mode: Mode, *, dynamic: bool | None = 
 def keep_freed_memory() -> None:
     """Have glibc keep what this process frees: memory that one arm gives back, another would fetch page by page.
 
-    That took up to twice an activation's time, in whichever arm it happened to be. No other C library is told.
+    That cost up to twice an activation's time, in whichever arm it hit. Other C libraries are left alone.
     """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         trim_threshold, mmap_max = -1, -4  # of malloc.h
@@ -89,7 +89,7 @@ def interleaved_step_times(
         rounds: timed steps of each arm.
         warmup: untimed rounds before; compilation, caches and optimizer state belong there.
         clock: see `Clock`.
-        max_seconds: no further round is begun after so many, but for the first of the warm-up and the first timed.
+        max_seconds: no further round begins after this many, except the first warm-up and the first timed one.
 
     Returns:
         arm -> seconds of its steps; the k-th entries of all arms belong to one round.
@@ -97,7 +97,7 @@ def interleaved_step_times(
     names = list(steppers)
     times: dict[str, list[float]] = {name: [] for name in names}
     collecting = gc.isenabled()
-    # What is there already is taken out of the collector's sight: looking through it takes long.
+    # Hide existing objects from the collector: scanning them takes long.
     freezing = gc.get_freeze_count() == 0
     gc.collect()
     if freezing:

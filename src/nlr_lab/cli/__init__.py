@@ -6,7 +6,7 @@ COMMANDS = {
     "finetune": ("finetune RECIPE", "tune a pretrained model: an adapter, its head, or all of it"),
     "fit": ("fit RECIPE", "fit a coordinate network: an image, a shape, a scene"),
     "compare": ("compare RECIPE", "train baselines and methods on the same batches; table, picture, report"),
-    "watch": ("watch DIR", "curves, state and time to go of runs, while they run: here and on a local page"),
+    "watch": ("watch DIR", "curves, state and time left of runs, while they run: here and on a local page"),
     "scale": ("scale", "a ladder of sizes: compare at each, fit laws, predict the next size"),
     "recommend": ("recommend MODEL", "which method, rank and place for a model, and what gain to expect"),
     "reproduce": ("reproduce TABLE", "a table or figure of the papers: published numbers beside ours"),

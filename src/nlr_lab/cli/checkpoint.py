@@ -26,7 +26,7 @@ def find_model(path: str, *, adapters: bool = False) -> Path:
         if (place / "adapter_config.json").exists():
             if not adapters:
                 merge = shlex.join(["nlr", "merge", str(place), "OUT"])
-                raise UserError(f"{place} holds an adapter, no model; merge it first: {merge}")
+                raise UserError(f"{place} holds an adapter, not a model; merge it first: {merge}")
             return place
     if (folder / "recipe.json").exists():
         resume = f"nlr train ... --out {shlex.quote(path)} --resume"
@@ -37,8 +37,8 @@ def find_model(path: str, *, adapters: bool = False) -> Path:
 
 
 def find_base(folder: Path, base: str | None = None) -> str | None:
-    """Return the folder of an adapter's base model where it is packaged (`base`, or the name that the adapter has), or
-    the recipe of its run folder has it; else `base`."""
+    """Return the folder of an adapter's base model if it is packaged (named by `base` or by the adapter), or in the
+    recipe of its run folder; else `base`."""
     from nlr_lab.runtime.storage import read_json
     from nlr_lab.tasks.finetune.pretrained import PACKAGED, Pretrained
     from nonlinear_lowrank.hub.loading import ADAPTER_CONFIG, is_adapter
@@ -56,16 +56,16 @@ def find_base(folder: Path, base: str | None = None) -> str | None:
 
 
 def check_out(options: Any, marker: str, what: str) -> None:
-    """Raise UserError where the folder --out may not be written to, before anything is imported for what writes it.
+    """Raise UserError where the folder --out may not be written to, before slow imports.
 
-    Of several processes one may be at work there when another looks, so they leave it to the run itself.
+    One of several processes may be writing there already, so they leave the check to the run itself.
     """
     if world_size() == 1:
         holds_former(Path(options.out), marker, what, resume=options.resume, overwrite=options.overwrite)
 
 
 def check_parent(path: str | Path | None, option: str) -> None:
-    """Raise UserError where the folder of a file that is to be written is not there."""
+    """Raise UserError where the folder of an output file is missing."""
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise UserError(f"no such folder: {Path(path).parent} ({option})")
 

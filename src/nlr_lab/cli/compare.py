@@ -22,20 +22,20 @@ class _Options:
     seeds: int
     """Seeds; on each, every arm gets the same batches."""
     tune_lr: tuple[float, ...]
-    """Learning rates to try for each arm that names none (lr= or grid=), on a seed of their own; then every arm
-    runs at its best. Of fields for each init too, and more of them where an arm's best is at the edge."""
+    """Learning rates to try for each arm that names none (lr= or grid=), on a separate seed; then every arm runs
+    at its best. For fields also over each init. Where an arm's best is at the edge, its grid is extended."""
     timing_rounds: int
     """Interleaved steps of each arm for the step times; 0 omits them."""
     max_minutes: float | None = None
-    """End within so many minutes, the report included: no seed is begun that would not, and where not even one would,
-    all runs are shortened to fewer steps, which the report says."""
+    """End within this many minutes, the report included: no seed is begun that would exceed them, and where the first
+    would, all runs are shortened to fewer steps, which the report says."""
     reference: str | None = None
     """Name of the arm that the table compares with; default: the first, of fields the first dense one."""
     workers: int | None = None
-    """So many runs side by side, on this machine's GPUs or cores, or on the Ray cluster that RAY_ADDRESS names (needs
-    the extra "ray"); more of them than GPUs share these. Default: one after another."""
+    """Runs side by side, on this machine's GPUs or cores, or on the Ray cluster that RAY_ADDRESS names (needs
+    the extra "ray"); more runs than GPUs share them. Default: one after another."""
     resume: FlagCreatePairsOff[bool] = False
-    """Go on with the runs that are missing in --out."""
+    """Continue with the runs that are missing in --out."""
     overwrite: FlagCreatePairsOff[bool] = False
     """Delete what is in --out first."""
 

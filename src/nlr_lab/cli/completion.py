@@ -35,8 +35,8 @@ _SCRIPTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionOptions:
-    """Print a script that completes commands, recipes and options. Of bash: eval "$(nlr completion bash)" in ~/.bashrc;
-    of zsh the same in ~/.zshrc; of fish: nlr completion fish > ~/.config/fish/completions/nlr.fish."""
+    """Print a script that completes commands, recipes and options. For bash: eval "$(nlr completion bash)" in
+    ~/.bashrc; for zsh the same in ~/.zshrc; for fish: nlr completion fish > ~/.config/fish/completions/nlr.fish."""
 
     shell: Positional[Literal["bash", "zsh", "fish"]]
     """The shell."""

@@ -27,7 +27,7 @@ class ConvertOptions:
     exclude: tuple[str, ...] = ()
     """Regular expressions of names to skip."""
     split_fused: FlagCreatePairsOff[bool] = False
-    """Make fused projections (qkv_proj, c_attn, gate_up_proj) a linear a part, each with a layer of its own."""
+    """Split fused projections (qkv_proj, c_attn, gate_up_proj) into a linear per part, each with its own layer."""
     up_init: Literal["zero", "paper"] = "zero"
     """NOBLE: zero: the outputs stay bit-equal; paper: the paper's small random up projection, which shifts them."""
     overwrite: FlagCreatePairsOff[bool] = False
@@ -43,7 +43,7 @@ class MergeOptions:
     output: Positional[str]
     """Folder of the merged model; must be empty or new, unless --overwrite."""
     base: str | None = None
-    """Folder or name of the base model, where it is not what the adapter names."""
+    """Folder or name of the base model, if not the one that the adapter names."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the merged weights; auto: the base's own. They are formed in float32 and rounded once."""
     overwrite: FlagCreatePairsOff[bool] = False
@@ -72,7 +72,7 @@ def run_convert(arguments: list[str]) -> None:
     description = f"Put {name} into a trained checkpoint, which starts at its weights, or factors fitted to them."
     options: Any = parse(Options, arguments, command="convert", description=description)
     if getattr(options, "rank_ratio", None) is not None and options.rank != config_class.rank:
-        raise UserError("--rank-ratio takes the place of --rank; give one of them")
+        raise UserError("--rank-ratio replaces --rank; give one of them")
     folder = find_model(options.input)
 
     from nonlinear_lowrank.hub import convert

@@ -19,13 +19,13 @@ from .options import parse
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """Perplexity and bits per byte on held-out text, and lm-eval's tasks; of other models, the numbers of their
+    """Perplexity and bits per byte on held-out text, and lm-eval's tasks; for other models, the numbers on their
     recipe's held-out data."""
 
     checkpoint: Positional[str]
     """A model folder, an adapter of peft, or the run folder that `nlr train` wrote."""
     base: str | None = None
-    """Folder or name of an adapter's base model, where it is not what the adapter names."""
+    """Folder or name of an adapter's base model, if not the one that the adapter names."""
     source: str | None = None
     """Text: a file, a folder or a data set's name, scored whole; default: the held-out text of the checkpoint's
     own recipe, unless --tasks are given."""
@@ -48,7 +48,7 @@ class EvaluateOptions:
     beams: int | None = None
     """With --format generate: beams of the search; 1 is greedy; default: 4."""
     num_fewshot: int | None = None
-    """Answered examples in front of each question; default: 5 for mmlu_local, else as the task has it."""
+    """Answered examples in front of each question; default: 5 for mmlu_local, else the task's own."""
     split: Literal["dev", "test"] | None = None
     """The labelled split of GLUE on which a tuned model is scored; default: that of its recipe."""
     include_path: str | None = None
@@ -56,7 +56,7 @@ class EvaluateOptions:
     limit: int | None = None
     """At most this many questions of each task, and of each subject of MMLU."""
     batch_size: int = 16
-    """Sequences per forward pass; the numbers do not depend on it, but for rounding."""
+    """Sequences per forward pass; the numbers do not depend on it, except for rounding."""
     device: str = ""
     """cpu, cuda or cuda:N; default: the GPU when there is one."""
     out: str | None = None
@@ -91,7 +91,7 @@ def run_evaluate(arguments: list[str]) -> None:
 
 
 def _check(options: EvaluateOptions) -> None:
-    """Refuse what can be refused before a model is loaded."""
+    """Check what can be checked before a model is loaded."""
     for name, least in (("sequence_length", 2), ("limit", 1), ("batch_size", 1), ("beams", 1), ("num_fewshot", 0)):
         if (value := getattr(options, name)) is not None:
             check_integer(f"--{name.replace('_', '-')}", value, minimum=least)
@@ -167,7 +167,7 @@ def _score_held_out(recipe: Any, folder: Path, options: EvaluateOptions, trained
 
 
 def _score_own_text(recipe: Any, folder: Path, options: EvaluateOptions, trained_on: str | None) -> dict[str, Any]:
-    """Score the evaluation sequences that the checkpoint's training measured itself on: tokens already."""
+    """Score the evaluation sequences of the checkpoint's own training, which are tokens already."""
     from nlr_lab.evaluation.losses import check_data, score_sequences
 
     model = open_language_model(folder, options.device, options.base)

@@ -21,7 +21,7 @@ class GenerateOptions:
     checkpoint: Positional[str]
     """A model folder, an adapter of peft, or the run folder that `nlr train` wrote."""
     base: str | None = None
-    """Folder or name of an adapter's base model, where it is not what the adapter names."""
+    """Folder or name of an adapter's base model, if not the one that the adapter names."""
     prompt: str = ""
     """The text to continue; empty starts a new document."""
     max_new_tokens: int | None = None

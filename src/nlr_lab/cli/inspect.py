@@ -1,4 +1,4 @@
-"""`nlr inspect MODEL`: what a model costs, layer by layer, unbuilt; --spectrum: its weights' singular values."""
+"""`nlr inspect MODEL`: a model's cost by layer, without building it; --spectrum: its weights' singular values."""
 
 import difflib
 import sys
@@ -84,7 +84,7 @@ def _print_cost(arguments: list[str]) -> None:
 
 
 def check_described(name: str) -> None:
-    """Raise UserError where a name is no recipe of models, file or folder; nothing is imported for that."""
+    """Raise UserError where a name is not a model recipe, file or folder, without slow imports."""
     path = Path(name)
     if name not in RECIPES and not path.exists():
         if "/" in name or path.suffix or not difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.5):
@@ -132,7 +132,7 @@ def _from_config(path: Path) -> Any:
     except UserError:
         raise
     except Exception as error:  # every config class checks its fields in its own way
-        raise UserError(f"{file} describes no model that can be built: {type(error).__name__}: {error}") from error
+        raise UserError(f"{file} describes a model that cannot be built: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +210,7 @@ def _run_figures(arguments: list[str]) -> None:
     record, picture = folder / "rank-figures.json", folder / "rank-figures.png"
     for file in (record, picture):
         if file.exists() and not options.overwrite:
-            raise UserError(f"{file} is there already; --overwrite replaces it")
+            raise UserError(f"{file} exists already; --overwrite replaces it")
 
     from nlr_lab.rank.figures import format_figures, plot_rank_figures, rank_figures
     from nlr_lab.runtime.storage import write_json

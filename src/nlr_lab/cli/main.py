@@ -28,7 +28,7 @@ from nonlinear_lowrank.validation import install_hint, one_line
 from . import COMMANDS, FILES
 
 _GO_ON = ("scale", "reproduce")
-"""Commands that have no --resume: they go on in a folder that they were stopped in."""
+"""Commands without --resume: they continue in the folder that they were stopped in."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -116,7 +116,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _how_to_resume(arguments: Sequence[str]) -> str:
-    """Return what to type after Ctrl-C: the same command, with --resume where there is such a thing."""
+    """Return what to type after Ctrl-C: the same command, with --resume where it has that."""
     if arguments and arguments[0] in _GO_ON:
         return f"resume from the last checkpoint with: nlr {shlex.join(arguments)}"
     if not arguments or arguments[0] not in (*KINDS, "compare"):

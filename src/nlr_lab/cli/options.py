@@ -31,7 +31,7 @@ _NESTED = {
     "train": "The optimization.",
 }
 _CONFIG = """TOML, JSON or YAML file of settings, nested as here ([train] lr = 1e-3); options override it. A run's
-recipe.json is one, with which RECIPE can be left out."""
+recipe.json works too; RECIPE can then be omitted."""
 _MOST_DIGITS = 100  # of an integer: 1e999999999 would fill the memory
 LIST_OPTIONS = "--list-options"
 """Print the names of the options, for a shell's completion."""
@@ -96,14 +96,14 @@ def parse_recipe(
         The recipe with the settings that were asked for, and the options; `defaults` gives those of a recipe.
 
     Raises:
-        UserError: no such recipe, `parse` refuses the rest, or the data do not tell the task.
+        UserError: no such recipe, `parse` refuses the rest, or the data do not determine the task.
     """
     known = recipes_of(command)
     name, rest = "", list(arguments)
     file = take_option("--config", rest)[0] or ""
     settings = read_settings(file) if file else {}
     if rest[:1] in (["-h"], ["--help"]):
-        name = known[0]  # options depend on the recipe; any of them shows what there is
+        name = known[0]  # options depend on the recipe; any recipe shows which exist
     elif rest and not rest[0].startswith("-"):
         name = rest.pop(0)
     elif isinstance(settings.get("name"), str):  # a run's own
@@ -147,7 +147,7 @@ def _check_start(backbone: Any, before: Any, arguments: Sequence[str]) -> None:
 
 
 def take_option(name: str, arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the value of one option, None where it is not given, and the other arguments; UserError if it is twice."""
+    """Return the value of one option, None where it is not given, and the other arguments; UserError if given twice."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(name, dest="values", nargs="?", const="", action="append", default=[])
     found, rest = parser.parse_known_args(list(arguments))
@@ -174,7 +174,7 @@ def table_width() -> int:
 
 
 def _named(options: type[Any]) -> Iterator[str]:
-    """Yield the names of the fields as options, which may be words of Python's, as in `--from`."""
+    """Yield the names of the fields as options, which may be Python keywords, as in `--from`."""
     hints = get_type_hints(options, include_extras=True)
     for each in fields(options):
         marks = getattr(hints[each.name], "__metadata__", ())
@@ -198,8 +198,8 @@ def _lengthen(argument: str, known: Sequence[str]) -> str:
 def _with_lengths(of_file: Sequence[str], own: Sequence[str], train: Any) -> list[str]:
     """Return the options of a file and the user's own, with what a length of training implies.
 
-    Epochs take the place of steps, a warm-up in steps that of one as a share and the other way round; a warm-up that is
-    not given keeps its share of a training that is shorter or in epochs.
+    Epochs replace steps; a warm-up in steps replaces one as a share, and the reverse. A warm-up that is not given keeps
+    its share of a training that is shorter or in epochs.
 
     Raises:
         UserError: the user gives steps and epochs.
@@ -264,14 +264,14 @@ def _reason(event: refusals.ParseErrorEvent, known: Sequence[str]) -> str:
 
 
 def _shown(argument: Any) -> str:
-    """Name of an option, or in capitals, as in the help, of what stands without one."""
+    """Name of an option, or of a positional argument in capitals, as in the help."""
     name = str(argument.display_name())
     return name if name.startswith("-") else name.upper()
 
 
 def _unrecognized(token: str, known: Sequence[str]) -> str:
     if token.lower() in ("true", "false"):
-        return f"unrecognized argument {token}; what is on or off takes no value, as in --bf16 and --no-bf16"
+        return f"unrecognized argument {token}; a switch takes no value, as in --bf16 and --no-bf16"
     options = [_option(name) for leaf in known for name in (leaf, leaf.rpartition(".")[2])]
     name = token.partition("=")[0]
     begun = sorted({each for each in options if name.startswith("--") and each.startswith(name)})
@@ -286,7 +286,7 @@ def _find_switch(name: str, known: Sequence[str]) -> list[str]:
 
 
 def _with_options(message: str, ours: Collection[str]) -> str:
-    """Return what a dataclass says of its fields, in names of options: those at its beginning, or with underscores."""
+    """Return a dataclass's message with fields, as its first word or with underscores, renamed to options."""
     return re.sub(r"^\w+|\w+_\w+", lambda word: _option(word[0]) if word[0] in ours else word[0], message)
 
 

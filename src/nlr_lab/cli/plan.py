@@ -31,11 +31,11 @@ class PlanOptions:
     utilization: float = 0.4
     """Share of the data sheet's rate that matrix products reach."""
     arms: tuple[str, ...] = ()
-    """Arms that are planned; default: the recipe's arms, of a size baseline, noble:rank=64 and noble:rank=256."""
+    """Arms that are planned; default: the recipe's arms; for a size baseline, noble:rank=64 and noble:rank=256."""
     batch_size: int | None = None
     """Sequences of a step, over all GPUs; default: the recipe's or the size's."""
     steps: int | None = None
-    """Default: the recipe's; of a size 20 tokens for each parameter of the plain model."""
+    """Default: the recipe's; for a size 20 tokens per parameter of the plain model."""
     sequence_length: int | None = None
     """Tokens of a sequence; default: the recipe's or the size's."""
     bf16: bool | None = None
@@ -74,7 +74,7 @@ def run_plan(arguments: list[str]) -> None:
         for each in ("batch_size", "steps", "bf16")
     }
     if not given["steps"]:
-        raise UserError(f"how many steps the epochs of {name} are, only its data say; give --steps")
+        raise UserError(f"only the data of {name} say how many steps its epochs are; give --steps")
     config = PlanConfig(
         hardware=hardware,
         gpus=options.gpus,
@@ -109,7 +109,7 @@ def run_plan(arguments: list[str]) -> None:
 
 
 def _of_size(name: str) -> Any:
-    """Return what a plan reads of a recipe, of a model of known size."""
+    """Return what a plan reads of a recipe, for a model of known size."""
     from nlr_lab.plan.inspect import build_on_meta
     from nlr_lab.plan.presets import PRESET_ARMS, PRESETS
     from nonlinear_lowrank.analysis.cost import count_parameters

@@ -9,7 +9,7 @@ from .options import parse
 
 @dataclass(frozen=True, kw_only=True)
 class RecipesOptions:
-    """List the recipes by command, a line each. nlr COMMAND RECIPE --help has the settings of one, all of them options;
+    """List the recipes by command, a line each. nlr COMMAND RECIPE --help lists its settings, all of them options;
     nlr compare takes every recipe."""
 
 

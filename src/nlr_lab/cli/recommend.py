@@ -60,7 +60,7 @@ def run_recommend(arguments: list[str]) -> None:
 
     build, _, recipe = find_on_meta(options.model)
     if recipe is not None and not isinstance(recipe.task, LanguageModelTask | OptLanguageModelTask):
-        raise UserError(f"{options.model} trains no causal language model on text, which is what a ladder is of")
+        raise UserError(f"{options.model} does not train a causal language model on text, as a ladder does")
     length = options.sequence_length or sequence_length(build(), recipe)
     found = recommend(build, rungs, sequence_length=length, tokens=options.tokens, budget=options.budget)
     where = [] if options.source is None else _where(folder, options, min(length, 512))
@@ -83,7 +83,7 @@ def _rungs(ladder: str | None) -> list[dict[str, Any]]:
     path = Path(ladder)
     file = path / RESULTS if path.is_dir() else path
     if not file.is_file():
-        raise UserError(f"no ladder in {ladder}: {RESULTS} of nlr scale is not there")
+        raise UserError(f"no ladder in {ladder}: {RESULTS} of nlr scale is missing")
     return list(read_json(file, "run nlr scale on its folder again, which writes it", rungs=list)["rungs"])
 
 

@@ -32,7 +32,7 @@ def read_settings(path: str) -> dict[str, Any]:
 
                 found = yaml.safe_load(text)
             case suffix:
-                raise UserError(f"--config {path}: {suffix or 'a name without an end'} is none of .toml, .json, .yaml")
+                raise UserError(f"--config {path}: {suffix or 'a bare name'} is not .toml, .json or .yaml")
     except UserError:
         raise
     except FileNotFoundError as error:
@@ -63,7 +63,7 @@ def as_arguments(settings: Mapping[str, Any], known: Sequence[str], path: str, g
         given: the command line's own.
 
     Raises:
-        UserError: a setting that there is not; or an arm that calls a function, which the command line must name.
+        UserError: an unknown setting, or an arm that calls a function, which the command line must name.
     """
     arguments = []
     for name, value in flatten(settings).items():

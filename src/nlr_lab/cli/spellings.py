@@ -42,7 +42,7 @@ DIFFERENT = {
     "data_seed": ("seed", "use {}, which is the data's too"),
     "eval_strategy": ("eval_every", _EACH),
     "save_strategy": ("save_every", _EACH),
-    "resume_from_checkpoint": ("resume", "use {}, which goes on from the newest complete checkpoint in --out"),
+    "resume_from_checkpoint": ("resume", "use {}, which resumes from the newest complete checkpoint in --out"),
     "overwrite_output_dir": ("overwrite", "use {}, which deletes what is in --out first"),
     **dict.fromkeys(("dataset_name", "text", "data"), ("source", _SOURCE)),
     "train_file": ("source", _SOURCE),

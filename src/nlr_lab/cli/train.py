@@ -21,7 +21,7 @@ class _Options:
     out: str
     """Folder for checkpoints, what is trained, its pictures and result.json; must be empty or new."""
     resume: FlagCreatePairsOff[bool] = False
-    """Go on from the newest complete checkpoint in --out."""
+    """Resume from the newest complete checkpoint in --out."""
     overwrite: FlagCreatePairsOff[bool] = False
     """Delete what is in --out first."""
 
@@ -144,7 +144,7 @@ def _print_divergence(step: int | None) -> None:
 
 
 def _parse_run(arguments: list[str], command: str) -> tuple[Any, Any, Any]:
-    """Read `RECIPE --arm ARM ...`, or `--from RUN ...` with a warning for all that is not as it was.
+    """Read `RECIPE --arm ARM ...`, or `--from RUN ...` with a warning for everything that has changed.
 
     With settings beside it, that is another run: `--config RUN/recipe.json ...`.
 

@@ -1,4 +1,4 @@
-"""`nlr watch DIR`: curves, state and time to go of runs, while they run."""
+"""`nlr watch DIR`: curves, state and time left of runs, while they run."""
 
 from dataclasses import dataclass
 from pathlib import Path

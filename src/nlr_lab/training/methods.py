@@ -109,7 +109,7 @@ class Augmented(ArmKind):
         if unknown := [key for key in settings if key not in known]:
             raise UserError(f"{self.name} has no setting {unknown[0]!r}; it has {', '.join(known)}")
         if len(ranks := [name for name in ("rank", "rank_ratio", "budget") if name in settings]) > 1:
-            raise UserError(f"{self.name}: {ranks[1]} takes the place of {ranks[0]}; give one of them")
+            raise UserError(f"{self.name}: {ranks[1]} replaces {ranks[0]}; give one of them")
         if "budget" in settings:
             parse_budget(settings["budget"])
         if "select" in settings and not set(str(settings["select"]).split("/")) <= set(PARTS):

@@ -230,7 +230,7 @@ def _optimizer_start(recipe: Recipe) -> Path | None:
         return None
     path = getattr(recipe.task, "init_from", "")
     if not path or _uses_deepspeed():
-        why = "goes on from the checkpoint that --init-from names" if not path else "cannot be used with DeepSpeed"
+        why = "continues from the checkpoint that --init-from names" if not path else "cannot be used with DeepSpeed"
         raise UserError(f"init_optimizer {why}; {'give one' if not path else 'omit it'}")
     return Path(path)
 

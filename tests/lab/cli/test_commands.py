@@ -113,7 +113,7 @@ def test_a_runs_own_file_makes_it_again_with_changes(trained, capsys, tmp_path):
         ("a.json", "[1]", "must hold settings by their names"),
         ("a.json", '{"name": "mlm-demo"}', "is of the recipe 'mlm-demo'; name that one, or none"),
         ("a.yaml", "arm: os:system", "calls code, os:system; if you know what it does, give it as --arm"),
-        ("a.ini", "", ".ini is none of .toml, .json, .yaml"),
+        ("a.ini", "", ".ini is not .toml, .json or .yaml"),
     ],
 )
 def test_wrong_files_of_settings_are_refused(capsys, tmp_path, name, content, words):
@@ -179,7 +179,7 @@ def test_convert_makes_a_model_with_the_same_outputs(trained, capsys, tmp_path):
     for options, message in {
         "--method rational --rank 4": "unrecognized argument --rank",
         "--groups 4": "unrecognized argument --groups",
-        "--rank 12 --rank-ratio 0.25": "takes the place of --rank",
+        "--rank 12 --rank-ratio 0.25": "replaces --rank",
         "--init scratch": "redraws the weights",
         "--method qk-norm": "--method must be one of noble, nonlinear-query, rational, sine-lowrank, which keep",
         "--method sine-lowrank --init kaiming_zero": "redraws the weights",

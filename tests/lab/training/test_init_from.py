@@ -84,7 +84,7 @@ def test_the_optimizers_state_goes_on_where_it_is_asked_for(tmp_path, arm):
 def test_an_optimizers_state_that_does_not_fit_is_refused(first, tmp_path):
     start = first[0] / "checkpoints" / "step-000012"
     refused = {
-        "goes on from the checkpoint that --init-from names; give one": make_recipe(init_optimizer=True),
+        "continues from the checkpoint that --init-from names; give one": make_recipe(init_optimizer=True),
         "there is no .*optimizer; init_from must be a run's checkpoint": _from(first[0], init_optimizer=True),
         "has no state of .*dense.* or --arm baseline": _from(start, "noble:rank=4", init_optimizer=True),
         "it was another one; use the same": _from(start, "baseline:optimizer=muon", init_optimizer=True),

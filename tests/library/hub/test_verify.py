@@ -150,7 +150,7 @@ def test_verify_names_pickles_and_never_opens_them(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"cposix\nsystem\n(S'touch ran'\ntR.")
     found = verify(tmp_path)
     assert found.faults == []
-    assert ["pytorch_model.bin" in line and "--allow-torch-checkpoints reads it" in line for line in found.notes] == [True]
+    assert ["pytorch_model.bin" in line and "checkpoints reads it" in line for line in found.notes] == [True]
 
 
 @pytest.mark.parametrize(("make", "words"), [(None, "no such file"), ("", "holds no checkpoint"), ("a.bin", "neither")])
