@@ -47,7 +47,7 @@ def find_base(folder: Path, base: str | None = None) -> str | None:
         return base
     named = base or str(read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path"))
     if base is None and (recipe := folder.parent / "recipe.json").is_file():
-        hint = "bring it back, or pass --base"
+        hint = "restore it, or pass --base"
         checkpoint = read_json(recipe, hint, recipe=dict)["recipe"]["task"].get("model", {}).get("checkpoint", "")
         named = checkpoint if checkpoint and Path(checkpoint).expanduser().exists() else named
     if named in PACKAGED or (base is None and Path(named).expanduser().exists()):

@@ -132,7 +132,7 @@ def _find_recipe(folder: Path) -> tuple[Any, str | None]:
     from nlr_lab.runtime.storage import read_json
     from nlr_lab.training.recipe import Recipe
 
-    hint = "bring it back, or score text with --source FILE"
+    hint = "restore it, or score text with --source FILE"
     for place in (folder, folder.parent, folder.parent.parent):
         if (place / "recipe.json").exists():
             about = read_json(place / "recipe.json", hint, recipe=dict)
@@ -176,7 +176,7 @@ def _score_own_text(recipe: Any, folder: Path, options: EvaluateOptions, trained
     try:
         prepared = recipe.task.prepare()
     except UserError as error:
-        hint = f"bring it back, or run this in the folder that the run was started in{others}"
+        hint = f"restore it, or run this in the folder that the run was started in{others}"
         raise UserError(f"the {what} of the run cannot be read ({error}); {hint}") from error
     check_data(prepared, trained_on, others)
     if prepared.vocab_size != model.config.vocab_size:

@@ -345,7 +345,7 @@ def resolve_matches(recipe: Recipe, arms: Sequence[Arm]) -> list[Arm]:
             continue
         if wanted not in named:
             others = ", ".join(name for name in named if name != arm.name)
-            raise UserError(f"{arm.name} is to match an arm {wanted!r}, and there is none; choose from {others}")
+            raise UserError(f"{arm.name} is to match the unknown arm {wanted!r}; choose from {others}")
         if "match" in _own(named[wanted]):
             raise UserError(f"{arm.name} is to match {wanted}, which is matched itself; name the arm that is not")
         hidden = _matching_width(recipe, arm, named[wanted])

@@ -75,7 +75,7 @@ class Folder:
     def check_data(self, fingerprint: str) -> None:
         """Raise UserError for other data than the runs in the folder were made on."""
         if (marker := self._read_marker()) and marker.get("fingerprint") != fingerprint:
-            raise UserError(f"the runs in {self.path} are of other data; bring those back, or use another folder")
+            raise UserError(f"the runs in {self.path} used other data; restore them, or use another folder")
 
     def _read_marker(self) -> dict[str, Any]:
         return read_json(self.marker) if self.marker.exists() else {}

@@ -44,7 +44,7 @@ class Sampling:
 
 def _check_logits(inputs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     if not (logits < torch.inf).all():  # -inf is a token that must not be drawn
-        raise UserError("the logits are not finite: the model is broken; nlr verify looks at its weights")
+        raise UserError("the logits are not finite: the model is broken; nlr verify checks its weights")
     return logits
 
 

@@ -224,7 +224,7 @@ def _read_mmlu(folder: Path, split: str) -> tuple[dict[str, list[dict[str, Any]]
         subject, question = row.text("subject"), row.text("question")
         choices, answer = row.values.get("choices"), row.values.get("answer")
         if subject not in SUBJECTS:
-            raise UserError(f"{row.place}: {subject!r} is no subject of MMLU")
+            raise UserError(f"{row.place}: {subject!r} is not an MMLU subject")
         if not isinstance(choices, list) or len(choices) != 4 or not all(isinstance(each, str) for each in choices):
             raise UserError(f"{row.place}: field 'choices' must be four strings")
         if type(answer) is not int or not 0 <= answer < 4:

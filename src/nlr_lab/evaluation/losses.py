@@ -137,7 +137,7 @@ def _mean_loss(outputs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, shifted:
 
 def _finite(loss: float) -> float:
     if not math.isfinite(loss):
-        raise UserError("the loss is not a finite number: the model is broken; nlr verify looks at its weights")
+        raise UserError("the loss is not a finite number: the model is broken; nlr verify checks its weights")
     return loss
 
 
@@ -175,7 +175,7 @@ def check_data(prepared: Any, fingerprint: str | None, others: str = "") -> None
     """Raise UserError where data are not those of the run with this fingerprint (None: not known); `others` is what can
     be done but bring them back."""
     if fingerprint not in (None, prepared.fingerprint):
-        raise UserError(f"the data are no longer those that the run was trained on; bring the former ones back{others}")
+        raise UserError(f"the data are no longer those that the run was trained on; restore the former ones{others}")
 
 
 def open_saved(task: Any, prepared: Any, folder: Path) -> Any:

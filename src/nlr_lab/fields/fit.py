@@ -363,7 +363,7 @@ def _changes(path: Path, settings: Mapping[str, Any]) -> bool:
     changed = [name for name, value in now.items() if name not in before or before[name] != value]
     for name in changed:
         if name == "problem.fingerprint":
-            raise UserError(f"the fit in {path} was started on other data; bring it back or choose another folder")
+            raise UserError(f"the fit in {path} was started on other data; restore it or choose another folder")
         if name not in _FREE:
             raise UserError(
                 f"the fit in {path} was started with {name} {before.get(name)!r}, not {now[name]!r}; "

@@ -125,7 +125,7 @@ def _of_file(path: Path, trimesh: Any) -> tuple[np.ndarray, np.ndarray]:
         with redirect_stderr(io.StringIO()):
             mesh = trimesh.load_mesh(path, process=False, maintain_order=True)
     except Exception as error:  # whatever a parser meets in a broken file
-        raise UserError(f"{path} is no {path.suffix} file that can be read: {one_line(error)}") from None
+        raise UserError(f"{path} is not a readable {path.suffix} file: {one_line(error)}") from None
     faces = getattr(mesh, "faces", np.zeros((0, 3), int))
     return np.asarray(getattr(mesh, "vertices", np.zeros((0, 3)))), np.asarray(faces)
 

@@ -49,7 +49,7 @@ class Cameras:
         right &= (self.intrinsics[:, :2] > 0).all(1) & np.isfinite(self.intrinsics).all(1)
         if not right.all():
             what = "camera-to-world [R | t] with orthonormal R of determinant 1, and a focal length above 0, all finite"
-            raise UserError(f"the camera of view {right.argmin()} is none; give {what}")
+            raise UserError(f"the camera of view {right.argmin()} is invalid; give {what}")
 
     def __len__(self) -> int:
         return len(self.poses)

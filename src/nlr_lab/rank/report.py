@@ -116,7 +116,7 @@ def rank_report(
     try:
         wanted = re.compile(include or "")
     except re.error as error:
-        raise UserError(f"--include {include!r} is no regular expression: {error}") from error
+        raise UserError(f"--include {include!r} is not a regular expression: {error}") from error
     found = [(about, load) for about, load in _matrices(checkpoint, omega) if wanted.search(about["name"])]
     if not found:
         named = f" whose name matches {include!r}" if include else ""

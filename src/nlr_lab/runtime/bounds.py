@@ -64,7 +64,7 @@ def _refused(path: Path, suffix: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # zip, lzma, numpy and Python's parser, which reads headers, have classes of their own
-        raise UserError(f"{path} is no {suffix} file that can be read: {one_line(error)}") from error
+        raise UserError(f"{path} is not a readable {suffix} file: {one_line(error)}") from error
 
 
 def read_bytes(path: Path) -> bytes:

@@ -44,7 +44,7 @@ def write_text(path: Path, text: str) -> None:
     sync(path.parent)
 
 
-def read_json(path: Path, hint: str = "bring it back, or use another folder", **kinds: type) -> dict[str, Any]:
+def read_json(path: Path, hint: str = "restore it, or use another folder", **kinds: type) -> dict[str, Any]:
     """Return the object in a JSON file that this library wrote, with values of these `kinds`; UserError for another,
     with a `hint` of what to do that every command which reads it can follow."""
     try:

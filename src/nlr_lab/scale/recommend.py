@@ -192,7 +192,7 @@ def _times(timed: Record) -> float | Array:
 def _check(model: Any) -> None:
     """Raise UserError where a model is not of the ladder's kind."""
     if not getattr(model, "can_generate", lambda: False)() or model.config.is_encoder_decoder:
-        raise UserError(f"a ladder is of causal language models, and a {type(model).__name__} is none; choose another")
+        raise UserError(f"a ladder is of causal language models, not of a {type(model).__name__}; choose another")
     if any(method_of_layer(each) for each in model.modules()):
         raise UserError(f"this {type(model).__name__} has been augmented already; give the plain model")
 

@@ -160,7 +160,7 @@ def predict(
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(marker, {"settings": clean(ladder.shared()), "fingerprint": trials.fingerprint})
     elif begun and read_json(marker, fingerprint=str)["fingerprint"] != trials.fingerprint:
-        raise UserError(f"the runs in {path} are of other data; bring those back, or use another --out")
+        raise UserError(f"the runs in {path} used other data; restore them, or use another --out")
     smaller = [each for each in rungs if each["rung"] != rung.name and each["width"] <= rung.width]
     at_same = [each for each in smaller if each["tokens"] == rung.tokens]
     written = {"time": datetime.now(UTC).isoformat(timespec="seconds")}

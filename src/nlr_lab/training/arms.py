@@ -146,7 +146,7 @@ class Arm:
         if not isinstance(of_kinds, Mapping) or not all(isinstance(own, Mapping) for own in of_kinds.values()):
             raise UserError(f"settings of the arm {self.method!r} must be names with values, got {self.settings!r}")
         if odd := sorted(of_kinds.keys() - {kind.name for kind in kinds}):
-            raise UserError(f"settings of {self.method} are those of its parts by name; {odd[0]!r} is none of them")
+            raise UserError(f"settings of {self.method} are those of its parts by name; {odd[0]!r} is not one of them")
         return [(kind, of_kinds.get(kind.name, {})) for kind in kinds]
 
     def __hash__(self) -> int:

@@ -236,7 +236,7 @@ def read_optimizer(folder: Path, model: nn.Module, wrapped: Any, groups: Any = N
     state: Any = get_optimizer_state_dict(model, optimizer)
     wanted = _tensors(state)
     if missing := sorted(wanted.keys() - tensor_names(folder / "optimizer")):
-        raise UserError(f"the optimizer of {folder} has no {missing[0]}: it was another one; use the same")
+        raise UserError(f"the optimizer of {folder} has no {missing[0]}: it was a different one; use that")
     _read_tensors(folder / "optimizer", wanted)
     if groups is not None:  # JSON has no tuples
         state["param_groups"] = [{key: tuple(v) if key == "betas" else v for key, v in each.items()} for each in groups]

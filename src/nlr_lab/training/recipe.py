@@ -124,7 +124,7 @@ class TrainConfig:
             raise UserError("fp8 is for the dense linears of a run in bfloat16; set bf16 too")
         check_choice("compile_mode", self.compile_mode, get_args(CompileMode))
         if (self.compile_fullgraph or self.compile_mode != "default") and not self.compile:
-            raise UserError("compile_mode and compile_fullgraph are of a compiled run; set compile too")
+            raise UserError("compile_mode and compile_fullgraph need a compiled run; set compile too")
         if self.gradient_accumulation > 1 and self.compile_mode in ("reduce-overhead", "max-autotune"):
             # A replayed graph writes where the gradients of the micro-batch before are (pytorch issue 169545).
             raise UserError(

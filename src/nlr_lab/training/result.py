@@ -119,7 +119,7 @@ def curve_of(history: Sequence[dict[str, float]], key: str) -> Curve:
 def after_divergence(step: int) -> str:
     """Return what to do about a run whose loss diverged at a step."""
     if step == 1:  # before any update
-        return "its model or data are broken: nlr verify looks at a checkpoint's weights"
+        return "its model or data are broken: nlr verify checks a checkpoint's weights"
     return "lower the learning rate or lengthen the warm-up, and start over"
 
 

@@ -68,7 +68,7 @@ class RunFolder:
         """
         if not holds_former(self.path, RECIPE, "training run of ours", resume=resume, overwrite=overwrite):
             return None
-        hint = f"bring it back, or delete {self.path} to retrain"
+        hint = f"restore it, or delete {self.path} to retrain"
         former = Recipe.from_dict(read_json(self.path / RECIPE, hint, recipe=dict)["recipe"])
         before, now = flatten(former.to_dict()), flatten(self.recipe.to_dict())
         if 0 < former.train.steps < self.recipe.train.steps:
@@ -97,7 +97,7 @@ class RunFolder:
         if read_json(self.path / RECIPE, recipe=dict).get("fingerprint") != fingerprint:
             raise UserError(
                 f"the text is no longer the one that the run in {self.path} was started on; "
-                "bring the former one back, or use another folder"
+                "restore the former one, or use another folder"
             )
 
     def _shared_steps(self, former: TrainConfig) -> int:
@@ -113,7 +113,7 @@ class RunFolder:
         if reached and reached[0] > shared:
             raise UserError(
                 f"the run in {self.path} is at step {reached[-1]} of a {former.schedule} schedule over {steps} steps, "
-                f"which is another one over {now.steps} from step {shared} on, and no checkpoint is from before; "
+                f"which differs from one over {now.steps} from step {shared} on, and no checkpoint is older; "
                 f"start a new run with --init-from {self.path}, or use constant or wsd where more steps may follow"
             )
         return shared
@@ -128,7 +128,7 @@ class RunFolder:
             if self._shared is not None:
                 for step, child in step_folders(self.path / "checkpoints").items():
                     if step > self._shared:
-                        print(f"deleting {child}, which is none of the longer run's", file=sys.stderr)
+                        print(f"deleting {child}, which is not part of the longer run", file=sys.stderr)
                         discard(child)
                 (self.path / RESULT).unlink(missing_ok=True)
             if self._shared is not None or self._moved:
@@ -265,7 +265,7 @@ class FormerRun:
     def read(cls, path: Path, command: str = "train") -> "FormerRun":
         """Return the run of a folder, which `nlr train` or `nlr finetune` (`command`) is to repeat; else UserError."""
         if not (path / RECIPE).is_file():
-            what = "is no run folder" if path.is_dir() else "does not exist"
+            what = "is not a run folder" if path.is_dir() else "does not exist"
             hint = "; of a comparison name one of its runs" if (path / "compare.json").is_file() else ""
             raise UserError(f"{path} {what}: there is no {path / RECIPE}{hint}")
         about = read_json(path / RECIPE, recipe=dict)

@@ -100,7 +100,7 @@ def served(watched: Watched, port: int = 0) -> Iterator[str]:
     try:
         server = ThreadingHTTPServer((_HERE[0], port), partial(_Handler, watched, threading.Lock()))  # type: ignore[arg-type]
     except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "there is none of that number"
+        reason = error.strerror if isinstance(error, OSError) else "no such port number"
         raise UserError(f"--port {port} cannot be used ({reason}); omit it for a free one") from error
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True)

@@ -67,11 +67,11 @@ def test_data_may_move_and_not_change(tmp_path, capsys, monkeypatch):
     moved.write_text(moved.read_text().swapcase())
     assert "no longer the one that the run" in refused(capsys, *command, "--source", moved, "--resume")
     moved.rename(text)
-    error = "no longer those that the run was trained on; bring the former ones back, or pass --source"
+    error = "no longer those that the run was trained on; restore the former ones, or pass --source"
     assert error in refused(capsys, "evaluate", out)
     (out / "recipe.json").write_text((out / "recipe.json").read_text()[:99])
     assert f"{out / 'recipe.json'} is damaged, " in (error := refused(capsys, "evaluate", out))
-    assert "; bring it back, or score text with --source FILE" in error
+    assert "; restore it, or score text with --source FILE" in error
 
 
 @pytest.mark.parametrize("kind", ["toml", "yaml", "json"])

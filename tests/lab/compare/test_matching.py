@@ -112,7 +112,7 @@ def test_matches_where_a_rank_falls_with_the_width(hidden):
 @pytest.mark.parametrize(
     ("texts", "words"),
     [
-        (("noble:rank=4", "wide-mlp:match=noble-r8"), "there is none; choose from noble-r4"),
+        (("noble:rank=4", "wide-mlp:match=noble-r8"), "unknown arm 'noble-r8'; choose from noble-r4"),
         (("noble:rank=4", "wide-mlp:match=noble-r4,name=a", "wide-mlp:match=a"), "which is matched itself"),
         (("baseline", "wide-mlp:match=me,name=me"), "which is matched itself"),
         (("low-rank:rank=1", "wide-mlp:match=low-rank-r1"), "even with MLPs of width 1"),

@@ -256,7 +256,7 @@ SKIPPED = f"{OPENING}Why?\n\nSolution1: a\n\nSolution3: b\n\nAnswer format: a/b"
         ("piqa_local", {"instruction": "Which?"}, "no question of piqa_local"),
         ("piqa_local", {"instruction": OPENING + "Why?"}, "the instruction does not end in"),
         ("piqa_local", {"instruction": SKIPPED}, "the instruction does not end in"),
-        ("mmlu_local", {"subject": "astrology"}, "'astrology' is no subject of MMLU"),
+        ("mmlu_local", {"subject": "astrology"}, "'astrology' is not an MMLU subject"),
         ("mmlu_local", {"choices": ["a", "b", "c"]}, "field 'choices' must be four strings"),
         ("mmlu_local", {"answer": 4}, "field 'answer' must be 0, 1, 2 or 3, got 4"),
         ("mmlu_local", {"answer": True}, "field 'answer' must be 0, 1, 2 or 3, got True"),

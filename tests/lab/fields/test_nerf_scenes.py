@@ -205,7 +205,7 @@ def test_folders_without_transforms_and_broken_ones_are_refused(tmp_path):
     file.unlink()
     assert_refused("lacks transforms_test.json", read_scene, tmp_path)
     (tmp_path / "scene.npz").write_bytes(b"no zip")
-    assert_refused("no .npz file", read_scene, tmp_path / "scene.npz")
+    assert_refused("not a readable .npz file", read_scene, tmp_path / "scene.npz")
 
 
 def test_cameras_that_cancel_out_have_no_average():

@@ -259,7 +259,7 @@ def test_wrong_inputs_give_one_line(tmp_path, capsys):
         ([tmp_path / "weights.bin"], "is no .safetensors file"),
         ([model], "model.layers.1.mlp.up_proj: the matrix has numbers that are not finite"),
         ([model, "--include", "nothing"], "whose name matches 'nothing'"),
-        ([model, "--include", "("], "is no regular expression"),
+        ([model, "--include", "("], "is not a regular expression"),
         ([model, "--tolerances", "0.1", "1e-9"], "a tolerance must be"),
         ([model, "--for-rank", "0"], "must be a positive integer"),
         ([model, "--picture", "spectra.pdf"], "must end in .png, got"),

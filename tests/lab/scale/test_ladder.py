@@ -127,10 +127,10 @@ def test_refuses_other_settings_data_and_folders(tmp_path):
     (tmp_path / "out" / "ladder.json").write_text(json.dumps(settings))
     assert_refused("batch_size was 4 in .* and is 8 now; use the former", run_ladder, ladder, tmp_path / "out")
     other = replace(ladder, batch_size=4)
-    assert_refused("are of other data; bring those back", run_ladder, other, tmp_path / "out", quiet=True)
+    assert_refused("used other data; restore them", run_ladder, other, tmp_path / "out", quiet=True)
     (tmp_path / "out" / "ladder.json").write_text('{"settings": ')
     assert_refused(
-        "ladder.json is damaged, .*; bring it back, or use another folder$", run_ladder, other, tmp_path / "out"
+        "ladder.json is damaged, .*; restore it, or use another folder$", run_ladder, other, tmp_path / "out"
     )
 
 
@@ -142,12 +142,12 @@ def test_names_arms_and_seeds_of_former_calls_that_leave_the_record(tmp_path, ca
     former = {"arms": [{"name": name} for name in ("plain", "cola")], "seeds": [1, 2, 3], "n": 0}
     (out / "w16-t5" / "results.json").write_text(json.dumps(former))
     for seeds, gone in ((2, "arm cola, seed 3"), (3, "arm cola")):
-        assert_refused("are of other data", run_ladder, replace(ladder, seeds=seeds), out, quiet=True)
+        assert_refused("used other data", run_ladder, replace(ladder, seeds=seeds), out, quiet=True)
         said = f"w16-t5: the record will leave out {gone} of former calls; name them to keep them\n"
         assert capsys.readouterr().err == said
     former["arms"].pop()
     (out / "w16-t5" / "results.json").write_text(json.dumps(former))
-    assert_refused("are of other data", run_ladder, replace(ladder, seeds=3), out, quiet=True)
+    assert_refused("used other data", run_ladder, replace(ladder, seeds=3), out, quiet=True)
     assert capsys.readouterr().err == ""
 
 

@@ -127,7 +127,7 @@ ENCODED = {f"{side}_{part}": each for side in ("train", "test") for part, each i
         ({"x": np.zeros(3)}, "needs the arrays x_train"),
         (FITTING | {"images": np.zeros((3, 4, 4))}, "uint8"),
         (FITTING | {"labels": np.zeros(2)}, "2 labels"),
-        ({"images": np.array([object()]), "labels": np.zeros(1)}, "no .npz file that can be read"),
+        ({"images": np.array([object()]), "labels": np.zeros(1)}, "not a readable .npz file"),
         *(
             (FITTING | {"images": np.zeros((3, *s), np.uint8)}, "3 or 4 channels")
             for s in ((8, 8, 5), (8, 8, 2), (0, 0))
@@ -152,7 +152,7 @@ def test_absent_sources_are_refused(tmp_path):
     for source, words in (
         (tmp_path / "none.npz", "no file or folder"),
         ("no/such", "cannot read the dataset 'no/such'"),
-        (tmp_path / "a.npz", "no .npz file that can be read"),
+        (tmp_path / "a.npz", "not a readable .npz file"),
         (tmp_path / "empty", "no folders of images"),
         (tmp_path / "alone", f"holds train alone; put test or val beside it, or give {tmp_path}/alone/train"),
     ):

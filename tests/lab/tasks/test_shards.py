@@ -224,7 +224,7 @@ BAD = {
     ),
     "version": (lambda t: write_llm_c(t / "a.bin", make_documents(), version=2), "version 2 .*; version 1 is known"),
     "count": (lambda t: write_llm_c(t / "a.bin", make_documents(), count=10**6), "should hold 1,000,000 ids .* holds"),
-    "checkpoint": (lambda t: _raw(t / "a.bin", b"PK\x03\x04" + bytes(2000)), "no file of token ids"),
+    "checkpoint": (lambda t: _raw(t / "a.bin", b"PK\x03\x04" + bytes(2000)), "not a token file"),
     "absent": (lambda t: t / "a.bin", "there is no file"),
     "no match": (lambda t: t / "train_*.bin", "there is no file .*or a pattern"),
     "index absent": (

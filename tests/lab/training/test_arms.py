@@ -167,7 +167,7 @@ def test_bad_arms(text, message):
         ({"name": 3}, "must be texts"),
         ({"qk_norm": 1}, "qk_norm must be true or false"),
         ({"method": "noble+rational", "settings": {"rank": 2}}, "must be names with values"),
-        ({"method": "noble+rational", "settings": {"sine": {}}}, "'sine' is none of them"),
+        ({"method": "noble+rational", "settings": {"sine": {}}}, "'sine' is not one of them"),
     ],
 )
 def test_bad_fields(fields, message):

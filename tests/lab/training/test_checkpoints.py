@@ -179,9 +179,9 @@ def test_a_longer_run_has_the_bits_of_one_that_was_never_shorter(tmp_path, capfd
 @pytest.mark.parametrize(
     ("settings", "steps", "words"),
     [
-        ({}, 24, "is at step 12 of a linear schedule over 12 steps, which is another one over 24 from step 2 on"),
+        ({}, 24, "is at step 12 of a linear schedule over 12 steps, which differs from one over 24 from step 2 on"),
         ({"schedule": "constant", "warmup_steps": 0, "warmup_share": 0.25}, 24, "over 24 from step 0 on"),
-        ({"schedule": "wsd", "decay_share": 0.25}, 24, "from step 9 on, and no checkpoint is from before"),
+        ({"schedule": "wsd", "decay_share": 0.25}, 24, "from step 9 on, and no checkpoint is older"),
         ({}, 6, "train.steps was 12 when"),
     ],
 )
@@ -376,7 +376,7 @@ def test_run_that_is_no_longer_finite_stops_and_names_the_step(tmp_path, monkeyp
     with pytest.raises(DivergedError, match=f"at step {step}; {last}") as caught:
         run_training(recipe, out, prepared=TEXT, quiet=True)
     assert caught.value.step == step
-    assert ("nlr verify looks at" if step == 1 else "lower the learning rate") in str(caught.value)
+    assert ("nlr verify checks" if step == 1 else "lower the learning rate") in str(caught.value)
     assert list(step_folders(out / "checkpoints")) == saved
     result = json.loads((out / "result.json").read_text())
     assert (result["status"], result["final_loss"], result["steps"]) == ("diverged", None, step)

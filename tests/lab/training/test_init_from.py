@@ -87,7 +87,7 @@ def test_an_optimizers_state_that_does_not_fit_is_refused(first, tmp_path):
         "continues from the checkpoint that --init-from names; give one": make_recipe(init_optimizer=True),
         "there is no .*optimizer; init_from must be a run's checkpoint": _from(first[0], init_optimizer=True),
         "has no state of .*dense.* or --arm baseline": _from(start, "noble:rank=4", init_optimizer=True),
-        "it was another one; use the same": _from(start, "baseline:optimizer=muon", init_optimizer=True),
+        "it was a different one; use that": _from(start, "baseline:optimizer=muon", init_optimizer=True),
     }
     for words, recipe in refused.items():
         with pytest.raises(UserError, match=words):

@@ -156,7 +156,7 @@ def test_changes_are_named(trained, tmp_path, capsys):
         ("train --from {run} --out {new} --lrr 1", "unrecognized argument --lrr; did you mean --lr?"),
         ("train --from {new} --out {new} --lr 1", "--config {new}/recipe.json: there is no such file"),
         ("train --from {run}", "--out"),
-        ("train --from {run}/model --out {new}", "is no run folder"),
+        ("train --from {run}/model --out {new}", "is not a run folder"),
         ("train --from {run}/nothing --out {new}", "does not exist"),
         ("finetune --from {run} --out {new}", "nlr train --from {run}"),
         ("train --from {code} --out {new}", "calls test_repeat:unpools, code that the folder only names"),

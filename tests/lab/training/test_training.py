@@ -262,7 +262,7 @@ def test_finished_run_is_kept_by_resume_and_replaced_by_overwrite(tmp_path):
     assert (out / "letter.txt").read_text() == "somebody's"
     assert Recipe.from_dict(json.loads((out / "recipe.json").read_text())["recipe"]).arm == Arm()
     (out / "recipe.json").write_text('{"recipe": {"name"')
-    fix = f"recipe.json is damaged, .*; bring it back, or delete {out} to retrain"
+    fix = f"recipe.json is damaged, .*; restore it, or delete {out} to retrain"
     assert_refused(fix, train, out, arm="baseline", steps=2, resume=True)
     assert_refused("not the result", TrainResult.from_json, '{"arm": "x"}')
 

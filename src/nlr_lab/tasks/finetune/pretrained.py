@@ -168,7 +168,7 @@ class Pretrained:
             lacking = sorted({key.rpartition(".")[0] for key in info["missing_keys"] if key.startswith(inside)})
             if strangers := [name for name in lacking if "pooler" not in name]:
                 what = f"{self.checkpoint} lacks weights of {strangers[0]}"
-                raise UserError(f"{what}: it is no checkpoint of this architecture")
+                raise UserError(f"{what}: it is not a checkpoint of this architecture")
             poolers = dict.fromkeys(re.sub(r"(pooler[^.]*)\..*", r"\1", name) for name in lacking)
             setattr(model, _UNTRAINED, tuple(poolers))
             if self.dtype == "nf4":

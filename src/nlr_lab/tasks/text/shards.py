@@ -196,7 +196,7 @@ def open_shard(path: Path, vocab_size: int, end: int | None) -> Shard:
     with path.open("rb") as file:
         head = file.read(_HEADER)
     if head.startswith((b"PK\x03\x04", b"MMIDIDX", b"GGUF")):
-        raise UserError(f"{path} is no file of token ids; give nanoGPT's, llm.c's or Megatron's")
+        raise UserError(f"{path} is not a token file; give nanoGPT's, llm.c's or Megatron's")
     header = np.frombuffer(head, "<i4") if len(head) == _HEADER else np.ones(4, "<i4")
     if int(header[0]) in _LLM_C or not header[3:].any():
         return _llm_c(path, header, size)
@@ -230,7 +230,7 @@ def _megatron(path: Path, index: Path, end: int | None) -> Shard:
     with index.open("rb") as file:
         head = file.read(_INDEX.size)
     if len(head) < _INDEX.size or not head.startswith(b"MMIDIDX\0\0"):
-        raise UserError(f"{index} is no index of Megatron's (it does not begin with MMIDIDX); {hint}")
+        raise UserError(f"{index} is not a Megatron index (it does not begin with MMIDIDX); {hint}")
     _, version, code, sequences, bounds = _INDEX.unpack(head)
     if version != 1 or code not in _TYPES:
         raise UserError(f"{index} has version {version} and type code {code}; known are 1 and integer types; {hint}")
