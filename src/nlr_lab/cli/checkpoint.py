@@ -71,7 +71,7 @@ def check_parent(path: str | Path | None, option: str) -> None:
 
 
 def write_out(path: str, text: str) -> None:
-    """Write the file of --out, at once: a former one stays until then. UserError where it cannot be written."""
+    """Write the file of --out atomically: a former one stays until then. UserError where it cannot be written."""
     file = Path(path)
     with disk_errors(path, "make room, or name another --out"):
         if file.is_symlink() or (file.exists() and not file.is_file()):  # /dev/stdout, a pipe: nothing to replace

@@ -130,7 +130,7 @@ def _checked(names: tuple[str, str], *curves: Curve) -> list[list[tuple[float, f
 
 
 def field_sections(results: dict[str, Any], dense: int, omegas: Mapping[str, float | None]) -> dict[str, Any]:
-    """Return the record with what fields have besides.
+    """Return the record with the additions for fields.
 
     Sizes are shares of the `dense` network's parameters. The frequencies, by arm, are as the network has them: also
     where the method leaves them to a published table.
@@ -188,10 +188,10 @@ def _rate_distortion(arms: Sequence[Record], seeds: Sequence[int]) -> dict[str, 
 
 
 def _curve(arms: Sequence[Record], kind: str) -> list[Record]:
-    """Arms of a kind by rising size; of several at one size (omegas) that which was best where choices were made.
+    """Arms of a kind by rising size; of several at one size (omegas) the one that tuning found best.
 
-    Where one of them was not tuned, that which ended best. An arm that diverged is on its curve, without a
-    score: it has none to be left out for.
+    Where one of them was not tuned, the one that ended best. An arm that diverged stays on its curve, without a
+    score to drop it by.
     """
     by_size: dict[int, list[Record]] = {}
     for arm in arms:
@@ -244,7 +244,7 @@ def render_report(results: Record) -> str:
 
 
 def findings(results: Record) -> list[str]:
-    """Say what was found of each pair, and how far apart the kinds' curves are."""
+    """Say what was found for each pair, and how far apart the kinds' curves are."""
     metric = results["metric"]
     lines = [graded(delta_sentence(name, other, pair, metric), pair) for name, other, pair in pairs_of(results)]
     return lines + _distance_sentences(results) + list(results["notes"])

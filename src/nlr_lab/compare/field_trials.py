@@ -166,7 +166,7 @@ class FieldTrials(Trials):
         return field_sections(results, self.dense_parameters, self.omegas)
 
     def draw(self, out: Path, results: Mapping[str, Any], run_folders: Mapping[str, Path]) -> None:
-        """Draw the plots; the strip of the first seed's fits where they are others than drawn last in this session.
+        """Draw the plots; the strip of the first seed's fits only where they differ from those last drawn.
 
         A picture can take longer than a fit (a shape is a mesh, a scene its rays), and further seeds change none.
         """

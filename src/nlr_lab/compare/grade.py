@@ -10,8 +10,8 @@
 | equal hours   | its wall-clock speedup is above 1 (its interval excludes 1), and it did not end worse             |
 | downstream    | it is a score on a task, not the loss that was trained, or its logarithm (PSNR)                   |
 
-All is read from the record, in which each pair's `grade` holds those that are met. Where an older record or a field of
-it is silent, the condition is not met. "Faster" is said of hours alone, and only where the first six are met.
+All is read from the record, in which each pair's `grade` holds those that are met. A condition on which an older
+record is silent is not met. "Faster" is said of hours alone, and only where the first six are met.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ def conditions_met(results: Record, name: str, other: str) -> tuple[str, ...]:
         "flattened": cautions is not None and not {"flattened", "seldom"} & cautions.keys(),
         "evaluations": cautions is not None and not {"evaluations", "seldom"} & cautions.keys(),
         "equal FLOPs": _equal_flops(results, arms, name, other),
-        # A curve that crossed the other's end and rose again is no speed that anyone gets.
+        # A curve that crossed the other's end and rose again gives no usable speed.
         "equal hours": _better(metric) * (delta or 0) >= 0 and hours["shown"] and hours["value"] > 1,
         "downstream": metric["name"] not in _TRAINED,
     }

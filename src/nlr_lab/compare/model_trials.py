@@ -47,7 +47,7 @@ _WARMUP = 2  # rounds, after a first step of each
 # Time does not depend on the learning rate, but at the recipe's own a model that sees one batch again and again
 # may blow up, and arithmetic on subnormal or infinite numbers has other speeds.
 _RATE = 1e-6
-_WIDEST = 4096  # times the plain width: so far a match is looked for beyond the guess
+_WIDEST = 4096  # times the plain width: how far beyond the guess a match is sought
 
 
 def measure_arms(
@@ -347,7 +347,7 @@ def resolve_matches(recipe: Recipe, arms: Sequence[Arm]) -> list[Arm]:
             others = ", ".join(name for name in named if name != arm.name)
             raise UserError(f"{arm.name} is to match the unknown arm {wanted!r}; choose from {others}")
         if "match" in _own(named[wanted]):
-            raise UserError(f"{arm.name} is to match {wanted}, which is matched itself; name the arm that is not")
+            raise UserError(f"{arm.name} is to match {wanted}, which is matched itself; name an unmatched arm")
         hidden = _matching_width(recipe, arm, named[wanted])
         given = _own(arm).get("hidden", hidden)
         if given != hidden:
@@ -396,7 +396,7 @@ def _matching_width(recipe: Recipe, arm: Arm, target: Arm) -> int:
     def enough(hidden: int) -> bool:
         return allowed(hidden) and count(hidden) >= wanted
 
-    count(plain)  # what does not fit the model as it is says so here
+    count(plain)  # raises here if the plain model does not fit
     step = _step(count, plain)
     slope = count(plain + step) - count(plain)
     guess = plain + step * (-(-(wanted - count(plain)) // slope) if slope > 0 else 0)
@@ -440,7 +440,7 @@ def _count(recipe: Recipe, arm: Arm, by: str) -> int:
     forms_weight = any(
         isinstance(each, SineLowRankLinear) and each.sine_config.activation != "identity" for each in model.modules()
     )
-    if set(cost.notes) - known or forms_weight:  # a weight that is made anew in each step costs by the batch
+    if set(cost.notes) - known or forms_weight:  # a weight formed in each step costs per batch
         raise UserError(f"{arm.name} cannot be matched by FLOPs: its cost is not one per token; match its parameters")
     return cost.flops
 

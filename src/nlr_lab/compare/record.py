@@ -56,8 +56,8 @@ class Folder:
     def check(self, *, resume: bool, overwrite: bool) -> None:
         """Raise UserError for a folder that cannot be resumed from or replaced; change nothing.
 
-        The message names the first setting, or part of an arm, that runs were made with otherwise. Where data lie
-        (`...source`) is no difference: what they are, the fingerprint says.
+        The message names the first setting, or part of an arm, in which the runs differ. Where data lie (`...source`)
+        does not matter: the fingerprint says what they are.
         """
         if not holds_former(self.path, MARKER, "comparison", resume=resume, overwrite=overwrite):
             return
@@ -67,7 +67,7 @@ class Folder:
         for of, before, after in pairs:
             for name in sorted({*before, *after}):
                 old, new = before.get(name, "(absent)"), after.get(name, "(absent)")
-                # A setting that is newer than the runs is no difference while it is off.
+                # A setting that is newer than the runs does not matter while it is off.
                 if old != new and not name.endswith("source") and (name in before or new):
                     was = f"{name}{of} was {old!r} in {self.path} and is {new!r} now"
                     raise UserError(f"{was}; use the former value, another folder, or --overwrite")
@@ -95,7 +95,7 @@ class Folder:
             yield
 
     def lengths(self) -> list[int]:
-        """Return to how many steps runs were shortened, longest first."""
+        """Return the numbers of steps that runs were shortened to, longest first."""
         found = {path.name.removeprefix(SHORTENED) for path in self.path.glob(f"runs/*/{SHORTENED}*")}
         return sorted((int(each) for each in found if each.isdecimal()), reverse=True)
 
@@ -130,7 +130,7 @@ class Folder:
 
 
 def begun(run: Path) -> bool:
-    """Return whether there is something to resume; a torn result is removed, so that the run can write it anew."""
+    """Return whether there is something to resume; a torn result is removed, so that the run can rewrite it."""
     (run / RESULT).unlink(missing_ok=True)
     return run.exists() and any(run.iterdir())
 
@@ -220,7 +220,7 @@ def build_results(
 
 
 def _pair(base: ArmRecord, arm: ArmRecord, seeds: Sequence[int], times: Times, measure: Measure) -> dict[str, Any]:
-    """Compare an arm with another, and say what the curves do not bear."""
+    """Compare an arm with another, and say what the curves do not support."""
     reference, own = ({seed: each.runs[seed] for seed in seeds} for each in (base, arm))
     ratio = paired_ratio(times[arm.name], times[base.name]) if times else None
     found = compare_pair(reference, own, ratio, speed=measure.is_loss)

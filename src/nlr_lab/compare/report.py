@@ -298,7 +298,7 @@ def _hours_verdict(ratio: Record, met: Sequence[str]) -> str:
 
 
 def findings(results: Record) -> list[str]:
-    """Say what was found, an item for each arm that is not a control, then what clouds it."""
+    """Say what was found, an item for each arm that is not a control, then the caveats."""
     metric, reference, n = results["metric"], results["reference"], results["n"]
     lines = []
     if n == 0:
@@ -322,7 +322,7 @@ def findings(results: Record) -> list[str]:
 
 
 def _clouds(results: Record) -> list[str]:
-    """Say what clouds a gain: learning rates that were not tuned, an init or a size without its control."""
+    """State caveats of a gain: learning rates that were not tuned, an init or a size without its control."""
     lines = []
     arms = results["arms"]
     untuned = [arm["name"] for arm in arms if arm["lr"] is not None and not arm["tuning"]]

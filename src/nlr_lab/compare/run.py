@@ -3,7 +3,7 @@
 Order of work: prepare the data once; build every arm (a bad arm fails here, before anything is written);
 time interleaved steps, and shorten all runs where the time limit asks for it; tune each arm on a
 seed of its own; then run seed by seed, every arm within a seed, so that stopping after any seed leaves all arms
-with the same n. After each seed, and at Ctrl-C in one, the record, the pictures and the report are written anew.
+with the same n. After each seed, and at Ctrl-C in one, the record, the pictures and the report are rewritten.
 """
 
 import contextlib
@@ -95,15 +95,15 @@ def compare(
         tune_lr: learning rates to try for every arm that names none itself. While an arm's best is at the edge, its
             grid is extended by the grid's own ratio.
         reference: name of the arm that the main tables compare with; by default the first, of neural fields the dense.
-        resume: finished runs are used as they are, a half-done run goes on from its checkpoint, missing ones are run.
+        resume: finished runs are used as they are, a half-done run resumes from its checkpoint, missing ones are run.
             Arms and seeds may be added. Of a finished run its result.json is enough; a neural field's fit of the first
             seed, whose picture is shown, is run again where its weights are missing.
         overwrite: delete what a former comparison wrote to `out`; other files there stay.
-        max_seconds: it ends within this time: no seed and no choice of the tuning is begun that would not. Where not
-            even the first would, all runs are shortened, schedule and all, in folders of their own.
+        max_seconds: it ends within this time: no seed and no tuning choice is begun that would exceed it. Where the
+            first would, all runs are shortened, schedule and all, in folders of their own.
         max_extensions: how often an arm's grid may grow.
         timing_rounds: interleaved steps of each arm; 0 leaves step times out. None: 30, of neural fields 20.
-        workers: so many runs side by side, on this machine's GPUs or cores, or on the Ray cluster that RAY_ADDRESS
+        workers: runs side by side, on this machine's GPUs or cores, or on the Ray cluster that RAY_ADDRESS
             names and whose machines all see `out`; None: one after another, in this process.
         quiet: print nothing.
         command: how to repeat this, for the report; by default this process' own command line.
@@ -239,9 +239,9 @@ class _Session:
     # --- within the time limit -------------------------------------------------------------------------------
 
     def choose_length(self, most: int | None = None, *, anew: bool = False) -> int | None:
-        """Return the most steps up to `most` at which what a comparison needs ends in time; None: as many as asked for.
+        """Return the most steps up to `most` at which the runs that are needed end in time; None: as many as asked for.
 
-        Lengths to which runs were shortened earlier go on if they fit; `anew`: there are none.
+        Lengths to which runs were shortened earlier are continued if they fit; `anew`: there are none.
 
         Raises:
             UserError: not even `_LEAST_STEPS` fit; the message names the limit that would do.
@@ -278,9 +278,9 @@ class _Session:
         return None
 
     def _missing(self, steps: int | None, seeds: Sequence[int], choices: int | None = None) -> list[Any]:
-        """Return the arms of runs of a length that are not finished, as often as they have any.
+        """Return the arms of unfinished runs of a length, one entry per run.
 
-        They are those at each seed, at whichever choice, and at so many of the first choices of each arm that is tuned.
+        A run is due at each seed, at any choice, and at the first `choices` choices of each tuned arm.
         """
 
         def done(arm: Any, choice: str, seed: int) -> bool:
@@ -299,9 +299,9 @@ class _Session:
         return self.forecast.total([arm.name for arm in arms], self.trials.in_steps().steps)
 
     def _stop_rule(self, arm: Any, steps: int, after: Sequence[Any], *, needed: bool) -> Stop:
-        """Return what says at each step of a run whether it must stop; its threads give way to others meanwhile.
+        """Return a function that says at each step whether a run must stop; its threads give way to others meanwhile.
 
-        The forecast takes in the pace of a run that is stopped.
+        The forecast learns the pace of a stopped run.
         """
         limit, reserve = self.limit, self._expected_seconds(after)
         begun: list[tuple[int, float]] = []
@@ -458,7 +458,7 @@ class _Session:
                 self.tried[arm.name].append(found)
 
     def _choose(self, arm: Any) -> tuple[Choice | None, str]:
-        """Return the arm's choice (None: it diverged at all of them) and where it comes from; note what clouds it."""
+        """Return the arm's choice (None: it diverged at all of them) and where it comes from; note caveats."""
         choices, tried = self.plan.choices[arm.name], self.tried.get(arm.name, ())
         if not tried:
             return choices[0], "the recipe's" if arm.lr is None else "set by the arm"

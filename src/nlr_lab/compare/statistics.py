@@ -123,10 +123,10 @@ def late_change(points: Points) -> tuple[float, float] | None:
 def curve_cautions(
     difference: float, curves: Mapping[str, Sequence[Points]], *, higher_is_better: bool = False
 ) -> dict[str, str]:
-    """Say where two arms' curves (name -> those of its seeds) do not bear a claim on their difference.
+    """Say where two arms' curves (name -> those of its seeds) do not support a claim about their difference.
 
     They have not flattened: over the last fifth of its steps one of the two still improved, in the mean over seeds, by
-    more than the difference ("flattened"). Or that is not known ("seldom").
+    more than the difference ("flattened"). Or this is unknown ("seldom").
     """
     late = {name: [late_change(curve) for curve in of_seeds] for name, of_seeds in curves.items()}
     known = {name: [each for each in changes if each is not None] for name, changes in late.items()}

@@ -1,4 +1,4 @@
-"""A trial as the pipeline knows it: one run of an arm at one choice of what is tuned of it with one seed.
+"""A trial as the pipeline sees it: one run of an arm, at one choice of its tuned settings, with one seed.
 
 A kind of trial (training a model, fitting a field) is a subclass of `Trials`. A comparison with a time limit needs one
 run of every arm at the least (and one more of each that is tuned). Their time is forecast from timed steps before
@@ -35,7 +35,7 @@ def tidy(rate: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A value of all that is tuned of an arm, rates `tidy`.
+    """Values of all that is tuned for an arm, rates `tidy`.
 
     That is its learning rate, the init of a neural field's linears, and a new head's learning rate.
     """
@@ -70,7 +70,7 @@ class Run:
     curve: Curve
     score: float | None = None
     selection: float | None = None
-    """The score on what choices are made on."""
+    """The score on the examples for choices."""
     best_score: float | None = None
     """The score where the selection was best."""
     metric_curve: Curve = ()
@@ -86,7 +86,7 @@ class Run:
     plain_loss: float | None = None
     """Loss on training examples without their augmentation, after the last step."""
     diverged_at: int | None = None
-    """The step from which the training loss rose and did not recover, or was no number."""
+    """The step from which the training loss rose and did not recover, or was not finite."""
     spikes: int = 0
     """Number of times that it spiked and recovered."""
 
@@ -200,7 +200,7 @@ class Forecast:
         return max(sum(seconds) / self.at_once, max(seconds, default=0.0))
 
     def observe(self, arm: str, steps: int, seconds: float, *, whole: bool = True) -> None:
-        """Take in what a run of so many steps took; one that is not whole would at its pace."""
+        """Record the time of a run of so many steps, or of an unfinished one as its pace predicts."""
         if arm in self.paces:
             self._slower *= max(1.0, seconds / self._by_pace(arm, steps))
         if whole:
@@ -273,7 +273,7 @@ class Trials(ABC):
         return {name: value for name, value in found.items() if name not in self.free}
 
     def resolve(self, arms: Sequence[Any]) -> list[Any]:
-        """Return the arms with what one leaves to another filled in; raise UserError where that cannot be."""
+        """Return the arms, with references to other arms resolved; raise UserError where that is impossible."""
         return list(arms)
 
     def join(self, out: Path) -> None:  # noqa: B027  # most kinds run in one process
@@ -324,7 +324,7 @@ class Trials(ABC):
         """Run one trial into its folder; the last file is result.json, also of a run that diverged.
 
         Raises:
-            OutOfTimeError: `stop` said so; it goes on from its last checkpoint when it is resumed.
+            OutOfTimeError: `stop` said so; it resumes from its last checkpoint.
         """
 
     @abstractmethod

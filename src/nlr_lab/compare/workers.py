@@ -1,7 +1,7 @@
 """Runs of a comparison side by side: on the GPUs or cores of this machine, or on a Ray cluster.
 
 Scheduling, retries and processes are Ray's. A task is one run into its own folder, which all machines must see; the
-comparison itself goes on as it does alone, and finds the results there. A run whose worker dies is begun again by Ray
+comparison itself runs as it does alone, and finds the results there. A run whose worker dies is begun again by Ray
 and resumes from its checkpoint; one that was not finished when the comparison was stopped does so when it resumes. A
 joined cluster's workers run in the comparison's working folder, so that relative paths of data mean the same.
 """
@@ -27,7 +27,7 @@ _RETRIES, _STARTS = 3, 3
 
 
 def check_workers(workers: int) -> None:
-    """Raise UserError for no number of workers, without Ray, or in one of several training processes."""
+    """Raise UserError for an invalid number of workers, without Ray, or in one of several training processes."""
     check_integer("workers", workers, minimum=1)
     if world_size() > 1:
         raise UserError("workers are for one process that starts runs side by side; omit torchrun or --workers")
@@ -65,7 +65,7 @@ def run_side_by_side(
     """Run each (arm, choice, seed) in its folder, so many at once; divergence is a result.
 
     Raises:
-        OutOfTimeError: the limit was reached; what was running was stopped, and goes on when it is resumed.
+        OutOfTimeError: the limit was reached; runs in progress were stopped, and continue when resumed.
         UserError: what a run raised, a run whose worker died again and again, or one that no machine of the
             cluster has the cores for.
     """
@@ -117,7 +117,7 @@ def _resources(threads: int | None, number: int) -> dict[str, float]:
 
 
 def _train(trials: Trials, arm: Any, choice: Choice, seed: int, folder: Path, working: Path) -> str | None:
-    """One run, in a worker; what the user has to fix, if it could not be."""
+    """Run one trial in a worker; return what the user must fix, or None."""
     try:
         os.chdir(working)
     except OSError as error:

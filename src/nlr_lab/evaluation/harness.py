@@ -63,7 +63,7 @@ def score_tasks(
         UserError: lm-eval is not installed, or does not know a task; the model has fewer positions than an answer
             takes; a batch takes more memory than is free.
     """
-    # lm-eval warns of what is meant: a live model, a task without a version, each number of examples.
+    # lm-eval warns of what is intended: a live model, a task without a version, each number of examples.
     logger = logging.getLogger("lm_eval")
     before = logger.level
     logger.setLevel(logging.ERROR)

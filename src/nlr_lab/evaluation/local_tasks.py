@@ -104,7 +104,7 @@ class LocalTasks:
 
 def is_local(name: str) -> bool:
     """Return whether a task of that name reads its questions from a folder (lm-eval has none of such a name); raise
-    UserError where it is like one of ours but none."""
+    UserError where it only resembles one of ours."""
     known = (*COMMONSENSE_NAMES, *MMLU_NAMES)
     if name not in known and (name.endswith("_local") or name.startswith((MMLU, COMMONSENSE))):
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)

@@ -32,7 +32,7 @@ class TextScore:
     tokens: int
     """Predicted tokens."""
     bytes_per_token: float | None
-    """UTF-8 bytes of text that a token stands for, on average; None: the tokens are no text."""
+    """UTF-8 bytes of text that a token stands for, on average; None: the tokens are not text."""
 
     @property
     def perplexity(self) -> float:
@@ -172,8 +172,8 @@ def score_saved(
 
 
 def check_data(prepared: Any, fingerprint: str | None, others: str = "") -> None:
-    """Raise UserError where data are not those of the run with this fingerprint (None: not known); `others` is what can
-    be done but bring them back."""
+    """Raise UserError where data are not those of the run with this fingerprint (None: not known); `others` names
+    alternatives to restoring them."""
     if fingerprint not in (None, prepared.fingerprint):
         raise UserError(f"the data are no longer those that the run was trained on; restore the former ones{others}")
 

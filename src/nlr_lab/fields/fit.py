@@ -121,13 +121,13 @@ def fit(
         method: the linears.
         config: the optimization.
         out: folder, new or empty unless `resume` or `overwrite`.
-        resume: go on from the newest whole checkpoint in `out`; a finished fit is handed back as it is, with
+        resume: continue from the newest whole checkpoint in `out`; a finished fit is returned as it is, with
             new pictures where a setting differs.
         overwrite: delete what a former fit wrote to `out`.
         quiet: show nothing.
         pictures: whether the problem writes its pictures and meshes at the end.
         about: the problem's settings, kept in fit.json; a resume with other ones is refused by their names.
-        stop: asked after each step but the last, with its number; a resume goes on from the last checkpoint.
+        stop: asked after each step but the last, with its number; a resume continues from the last checkpoint.
 
     Raises:
         UserError: a rank that saves nothing, a device that cannot be used, too little memory, a folder that may not be
@@ -179,7 +179,7 @@ def build(problem: Problem, method: FieldMethod, seed: int) -> nn.Module:
     Raises:
         UserError: no linear of it gets smaller at this rank, or it does not fit memory.
     """
-    # Asked before it is taken: an allocation succeeds where there is no memory, and filling it kills the process.
+    # Checked before allocating: an allocation succeeds without memory, and filling it kills the process.
     with contextlib.suppress(RuntimeError, TypeError), told_of_memory("the network"), torch.device("meta"):
         model = problem.build(method, torch.Generator("cpu"))
         size = sum(each.numel() for each in model.parameters())
@@ -306,7 +306,7 @@ class _Run(Stepper):
         raise DivergedError(f"{where}; {last}; lower the learning rate and start over", self.step)
 
     def _check_state(self) -> None:
-        # A loss is of the weights before its step, and a score can be a number though a weight is none.
+        # A loss is of the weights before its step, and a score can be finite though a weight is not.
         self._check_finite("the loss", self.losses)
         self._check_finite("a weight", *self.model.state_dict().values())
 

@@ -82,7 +82,7 @@ def read_pixels(file: Path, *, upright: bool = False) -> np.ndarray:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """The image turned; not by `ImageOps.exif_transpose`, which writes the tags anew and fails on broken ones."""
+    """The image turned; not by `ImageOps.exif_transpose`, which rewrites the tags and fails on broken ones."""
     image.load()  # Pillow turns .tiff files while it loads them, and drops the tag
     try:
         with warnings.catch_warnings(action="ignore"):

@@ -53,7 +53,7 @@ class NerfProblem:
         if settings.frames and min(height, width) < settings.frame_downscale:
             times = settings.frame_downscale
             raise UserError(f"{small}; frames cannot be {times} times smaller: give a smaller frame_downscale")
-        require("fields", "skimage")  # that it is missing is said before the work, not after
+        require("fields", "skimage")  # report a missing package before the work, not after
         self.scene, self.settings = scene, settings
         self._path: Cameras | None = None
         if settings.frames:

@@ -168,7 +168,7 @@ class Problem(Protocol):
     score: str
     """The number of `evaluate` by which fits are compared; higher is better."""
     fingerprint: str
-    """Hash of the data and of what a model's numbers depend on; a fit goes on with the same one alone."""
+    """Hash of the data and of what a model's numbers depend on; a fit resumes only with the same one."""
 
     def build(self, method: FieldMethod, generator: torch.Generator) -> nn.Module:
         """The network for this problem, drawn from the generator."""

@@ -32,7 +32,7 @@ _ROTATION_ERROR = 1e-3  # of R^T R against the identity; float32 poses have 1e-6
 
 @dataclass(frozen=True)
 class Cameras:
-    """N cameras with pictures of one size; raises UserError where one is none."""
+    """N cameras with pictures of one size; raises UserError where one is invalid."""
 
     poses: np.ndarray
     """(N, 3, 4) float64."""

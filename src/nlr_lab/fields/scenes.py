@@ -87,7 +87,7 @@ class Scene:
         for array in (self.images, self.cameras.poses, self.cameras.intrinsics):
             digest.update(f"{array.shape}{array.dtype}".encode() + np.ascontiguousarray(array).tobytes())
         digest.update(repr((self.held_out, self.near, self.far, self.ndc, self.background)).encode())
-        # Said only where it matters, so that fits of scenes in which it does not go on under the hash they had.
+        # Included only where it matters, so that fits of other scenes keep the hash they had.
         if unused := sorted(set(self.set_aside) - set(self.held_out)):
             digest.update(repr(unused).encode())
         return digest.hexdigest()
@@ -108,7 +108,7 @@ def read_scene(
     near: float = _NEAR,
     far: float = _FAR,
 ) -> Scene:
-    """A scene in one of this file's forms; raise UserError for what is none, or where something does not fit.
+    """A scene in one of this file's forms; raise UserError for any other, or where something does not fit.
 
     The settings are those of `NerfSettings`; one that the form does not use is refused, unless it is the default. Of
     LLFF's images_2, images_4, ... it takes the folder that is nearest to `downscale`, and averages blocks of pixels for

@@ -106,9 +106,9 @@ class ImageSettings:
     crop: int = 0
     """Side of a square out of the middle; 0: the whole image."""
     size: int = 0
-    """The longer side is brought down to so many pixels, after the crop; 0: as it is."""
+    """Pixels to which the longer side is reduced, after the crop; 0: as it is."""
     points: int = 16384
-    """Pixels of a step, drawn anew in each; 0: all of them."""
+    """Pixels per step, redrawn in each; 0: all of them."""
     field: FieldConfig = field(default_factory=lambda: FieldConfig(in_features=2, out_features=3))
     """The network."""
 
@@ -129,7 +129,7 @@ class NerfSettings:
     source: str = "demo"
     """"demo", three balls in formulas; or a folder or .npz file (docs/fields.md lists the forms)."""
     downscale: int = 1
-    """Factor by which pictures get smaller, by side."""
+    """Factor by which each side of the pictures shrinks."""
     held_out: tuple[int, ...] | None = None
     """Views that are scored and not trained on, from 0. None: every 8th, or the scene's own test views; those are never
     trained on, named here or not."""
@@ -160,7 +160,7 @@ class NerfSettings:
             object.__setattr__(self, "held_out", tuple(self.held_out))  # JSON turns tuples into lists
 
     def prepare(self) -> "NerfProblem":
-        """Read the scene; raise UserError where there is none, or it is not what it should be."""
+        """Read the scene; raise UserError where it is missing or malformed."""
         from .nerf import prepare
 
         return prepare(self)
@@ -177,7 +177,7 @@ class OccupancySettings:
     resolution: int = 128
     """n: training points are drawn from a lattice of n^3; the paper has 512."""
     points: int = 8192
-    """Points of a step, drawn anew in each."""
+    """Points per step, redrawn in each."""
     loss: OccupancyLoss = "cross-entropy"
     """"cross-entropy" of the log-odds, or "squared": the squared error of the output to -0.5 outside and 0.5
     inside. The paper's released code fits 0 and 1, inside above 0.5: the same but for the start of the last bias."""

@@ -167,7 +167,7 @@ def _evaluate(trial: Compare, folder: Path, arm: Any, sources: Mapping[str, str]
 
     scores: dict[str, list[float | None]] = {column: [] for column in trial.tasks}
     kind = _kind(trial.tasks.values())
-    source = kind if kind in sources else "lm-eval"  # answers in generated text are no likelihoods
+    source = kind if kind in sources else "lm-eval"  # answers in generated text are not likelihoods
     for run in arm.runs:
         model = model_folder(folder, arm.own["name"], run)
         file = model.parent / _EVALUATED

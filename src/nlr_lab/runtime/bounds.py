@@ -1,6 +1,6 @@
 """Files that a user gives, read within bounds, and pictures of any depth as 8 bits a channel.
 
-What their headers claim is held against their sizes, and against the memory that is free, before any of it is taken.
+What their headers claim is checked against their sizes and the free memory before anything is allocated.
 No pickle is ever read.
 """
 
@@ -83,7 +83,7 @@ def bounded(file: IO[bytes], what: str) -> Iterator[bytes]:
 
 
 def half_of_free() -> int:
-    """Return the bytes that what is read from a file may take at once."""
+    """Return the bytes that a file's content may take at once."""
     return free_memory() // 2
 
 

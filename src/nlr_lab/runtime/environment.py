@@ -34,8 +34,8 @@ class OutOfTimeError(UserError):
 def machine(threads: int | None = None, *, on_cpu: bool | None = None) -> dict[str, Any]:
     """Return the kind of machine, never its name, its user or a path on it; `threads` are those that the runs set.
 
-    `native`: whether float32 is computed in C++ on its CPU (`ops.native`), whose last bits are other than PyTorch's. To
-    ask builds it, so it is asked only for what runs `on_cpu`; None: for all where there is no GPU.
+    `native`: whether float32 is computed in C++ on its CPU (`ops.native`), whose last bits differ from PyTorch's.
+    Asking builds it, so it is asked only for what runs `on_cpu`; None: for all where there is no GPU.
     """
     on_cpu = not torch.accelerator.is_available() if on_cpu is None else on_cpu
     return {
@@ -52,7 +52,7 @@ def machine(threads: int | None = None, *, on_cpu: bool | None = None) -> dict[s
 
 
 def provenance(threads: int | None = None) -> dict[str, Any]:
-    """Return what the folder of a run says of where it was made: `versions`, `machine` and `git_state`."""
+    """Return what the folder of a run records of its origin: `versions`, `machine` and `git_state`."""
     return {"versions": versions(), "machine": machine(threads), "git": git_state()}
 
 
@@ -78,7 +78,7 @@ def git_state(folder: Path | None = None) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Use only kernels that repeat their bits inside it, where that is wanted.
+    """Use only kernels that repeat their bits inside it, if wanted.
 
     Sets torch.use_deterministic_algorithms, cuDNN's deterministic mode without its search for fast kernels, and
     cuBLAS's workspace of a fixed size (unless the environment has chosen one). UserError names an operation in it that
@@ -205,7 +205,7 @@ def check_bytes(needed: int, what: str, hint: str) -> None:
 
 @contextlib.contextmanager
 def told_of_memory(what: str) -> Iterator[None]:
-    """Raise UserError, which says in one line what did not fit memory, where it did not."""
+    """Turn a lack of memory inside it into a UserError that names what did not fit."""
     try:
         yield
     except (MemoryError, RuntimeError, TypeError) as error:

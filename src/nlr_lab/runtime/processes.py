@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 _NO_LOAD = ("idle", "iowait", "nice", "guest", "guest_nice")  # what is nice gives way, guests are in user
 _BLIP = 0.25  # of a core: less than that is no load
-_LOAD, _LOOK_EVERY = 0.5, 5.0  # cores that others take for so many seconds: then a run that goes on gives way
+_LOAD, _LOOK_EVERY = 0.5, 5.0  # cores that others take for so many seconds: then a run in progress gives way
 # Weak, so that torch.distributed alone keeps a group: one that it has destroyed is gone here too.
 _GROUPS: WeakValueDictionary[str, Any] = WeakValueDictionary()
 # Of each version of control groups: where quota and period are, in microseconds.
@@ -131,7 +131,7 @@ def _distributed() -> bool:
 def free_cores(seconds: float = 0.5) -> float:
     """Return the cores that other processes leave to this one, of those that it may use, by its group's quota too.
 
-    This process sleeps while it looks: what runs then is the others'.
+    This process sleeps while it looks: what runs then is not its own.
     """
     before, started = _busy(), time.monotonic()
     time.sleep(seconds)

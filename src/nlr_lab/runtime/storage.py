@@ -1,4 +1,4 @@
-"""Folders of runs: JSON files that are written at once, checkpoints `step-N`, and a lock on the whole."""
+"""Folders of runs: JSON files that are written atomically, checkpoints `step-N`, and a lock on the whole."""
 
 import errno
 import json
@@ -25,12 +25,12 @@ AGAIN = "make room and run the same command again"
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write a JSON file at once: readers see the old one or the new one."""
+    """Write a JSON file atomically: readers see the old one or the new one."""
     write_text(path, json.dumps(data, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file at once."""
+    """Write a text file atomically."""
     staged = path.with_name(f"{TEMPORARY}{path.name}")
     try:
         with staged.open("w", encoding="utf-8") as file:
@@ -45,8 +45,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_json(path: Path, hint: str = "restore it, or use another folder", **kinds: type) -> dict[str, Any]:
-    """Return the object in a JSON file that this library wrote, with values of these `kinds`; UserError for another,
-    with a `hint` of what to do that every command which reads it can follow."""
+    """Return the object in a JSON file that this library wrote, with values of these `kinds`; UserError otherwise,
+    with a `hint` that every command reading it can follow."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -98,10 +98,10 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def prune(folder: Path, newest: int, keep: int) -> None:
-    """Keep checkpoint `newest` and the `keep - 1` whole ones before it; the others go.
+    """Keep checkpoint `newest` and the `keep - 1` whole ones before it; delete the others.
 
-    Nothing goes before `newest` has been read back and every hash matched, so that a good one is always left. Of the
-    others a look at their sizes has to do. What is numbered above `newest` was found damaged when the run resumed
+    Nothing is deleted before `newest` has been read back and every hash matched, so that a good one always remains. The
+    others are checked by size alone. What is numbered above `newest` was found damaged when the run resumed
     from before it. UserError where `newest` does not read back as it was written, or another cannot be read.
     """
     folders = step_folders(folder)
@@ -119,7 +119,7 @@ def prune(folder: Path, newest: int, keep: int) -> None:
 
 @contextmanager
 def _read_errors(folder: Path) -> Iterator[None]:
-    """Raise UserError, in one line, where the disk does not give a checkpoint of a folder."""
+    """Raise UserError, in one line, where the disk cannot read a checkpoint of a folder."""
     try:
         yield
     except OSError as error:
@@ -146,9 +146,9 @@ def is_whole(folder: Path, most: int = 0) -> bool:
 def holds_former(folder: Path, marker: str, what: str, *, resume: bool, overwrite: bool) -> bool:
     """Return whether there is something of ours to resume in a folder that is to be written to.
 
-    `marker` is the file by which a folder of ours is known, `what` is in it. What a process that was killed before its
-    first file left does not count, nor does a lock. UserError where the folder is in use for something else, or not one
-    of `resume` and `overwrite` is asked for.
+    `marker` is the file that marks a folder of ours, `what` its content. Leftovers of a process that was killed before
+    its first file do not count, nor does a lock. UserError where the folder is in use for something else, or not
+    exactly one of `resume` and `overwrite` is given.
     """
     if resume and overwrite:
         raise UserError("--resume keeps what is in the folder and --overwrite deletes it; choose one")
@@ -184,7 +184,7 @@ def opened(folder: Path, *ours: str, overwrite: bool) -> Iterator[None]:
         with disk_errors(f"to {folder}", "choose another folder"):
             folder.mkdir(parents=True, exist_ok=True)
             lock = stack.enter_context((folder / LOCK).open("w"))
-            try:  # not flock: data-loading workers, being forks, would go on holding it after a kill
+            try:  # not flock: data-loading workers, being forks, would keep holding it after a kill
                 if fcntl is not None:
                     fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:

@@ -85,7 +85,7 @@ def new_panels(
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Write a PNG at once: readers see the old one or the new one."""
+    """Write a PNG atomically: readers see the old one or the new one."""
     buffer = io.BytesIO()
     # No "Software" entry: the same numbers give the same bytes whatever matplotlib drew them.
     figure.savefig(buffer, format="png", dpi=140, metadata={"Software": None})

@@ -78,7 +78,7 @@ def _rung(name: str, width: int, tokens: float, results: Record) -> dict[str, An
 def laws_of(rungs: Sequence[Record], arm: str, reference: str) -> Laws | None:
     """Return the laws of an arm and the reference over the rungs that both have; None where these are fewer than two.
 
-    A rung in which a run of either diverged is none of them.
+    Rungs in which a run of either diverged do not count.
     """
     both = _of_both(rungs, arm, reference)
     if len({rung["width"] for rung in both}) < 2:
@@ -87,7 +87,7 @@ def laws_of(rungs: Sequence[Record], arm: str, reference: str) -> Laws | None:
 
 
 def joint_of(rungs: Sequence[Record], arm: str, reference: str) -> JointLaws | None:
-    """Return the joint laws of an arm and the reference over the rungs that both have; None if too few tell them."""
+    """Return the joint laws of an arm and the reference over the rungs that both have; None if too few fix them."""
     both = _of_both(rungs, arm, reference)
     lengths, widths = ({rung[key] for rung in both} for key in ("tokens", "width"))
     if len(both) < 5 or len(lengths) < 2 or len(widths) < 3:
@@ -165,7 +165,7 @@ def _laws(rungs: Sequence[Record], tokens: float) -> list[dict[str, Any]]:
 def _joint(rungs: Sequence[Record]) -> dict[str, Any] | None:
     """Return the joint law of every arm over all rungs, at the FLOPs of the reference's largest run; None without any.
 
-    An arm's is None where its rungs do not tell it.
+    An arm's is None where its rungs do not fix it.
     """
     if not rungs:
         return None

@@ -68,7 +68,7 @@ def run_ladder(
     check_integer("timing_rounds", timing_rounds, minimum=0)
     if workers is not None:
         check_workers(workers)
-    plans = {  # what makes no comparison says so here
+    plans = {  # invalid comparisons raise here
         rung: Plan(ModelTrials(recipe), arms, ladder.seeds, ladder.tune_lr, None, ladder.max_extensions)
         for rung, recipe in recipes.items()
     }
