@@ -115,8 +115,8 @@ _KEPT = ("ladder.json", "predicted/*", "**/compare.json", "**/timing.json", "**/
 def kept_runs(folder: Path, work: Path) -> Iterator[None]:
     """Keep a long study's finished runs in `folder`, without weights, also when it is interrupted.
 
-    Those that `work` lacks are unpacked first, so that another machine can go on and none is lost; a result that was
-    deleted out of a run's folder stays so, to be made anew. Of training losses, only drawn, five digits are kept.
+    Those that `work` lacks are unpacked first, so that another machine can continue and none is lost; a result that was
+    deleted from a run's folder stays deleted, to be recreated. Of training losses, only drawn, five digits are kept.
     """
     archive, part = folder / _RUNS, folder / f"{_RUNS}.part"
     if archive.exists():

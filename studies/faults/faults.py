@@ -3,9 +3,9 @@
     python studies/faults/faults.py [--only kill-adamw ...] [--kills 30] [--seed 0]
 
 Every fault happens to a small run of its own (two layers of width 32, on a CPU), which is then resumed to its end
-without the fault; it is survived where nothing but what is documented was said, the checkpoints from before are whole,
-and the final weights are those of a run that nothing happened to, bit by bit. Counts go into faults.json and faults.md
-beside this file after each kind; kinds that are there are not done again unless --only names them.
+without the fault; it is survived if only documented messages appeared, the checkpoints from before are whole, and the
+final weights equal, bit by bit, those of an undisturbed run. Counts go into faults.json and faults.md
+beside this file after each kind; finished kinds are not repeated unless --only names them.
 """
 
 import argparse
@@ -129,7 +129,7 @@ def clock(bench: Bench, number: int) -> Outcome:
     whole, out = bench.whole(**settings), bench.new()
     if (answer := bench.server.run(out, fault=True, **settings)) != {"exit": 0, "error": ""}:
         return f"{answer}"
-    return bench.ends_the_same(out, whole, **settings)  # which is there already: it must only not be touched
+    return bench.ends_the_same(out, whole, **settings)  # already finished: it must only stay untouched
 
 
 def not_a_number(what: str) -> Callable[[Bench, int], Outcome]:
@@ -150,7 +150,7 @@ def not_a_number(what: str) -> Callable[[Bench, int], Outcome]:
 
 
 def reader(bench: Bench, number: int) -> Outcome:
-    """The process that reads data is killed: the run says so, and goes on from its checkpoint."""
+    """The process that reads data is killed: the run says so, and resumes from its checkpoint."""
     at = bench.random.randint(1, 11)
     settings = {**SHORT, "dataloader_workers": 1, "arm": f"training_helpers:lose_reader,at={at}"}
     whole, out = bench.whole(**settings), bench.new()
@@ -210,7 +210,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30, help="signals of each kind")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=KINDS, help="these kinds, anew")
+    parser.add_argument("--only", nargs="+", choices=KINDS, help="repeat these kinds")
     options = parser.parse_args()
     place = HERE / "faults.json"
     results = json.loads(place.read_text()) if place.exists() else {}

@@ -6,7 +6,7 @@ Targets, examples and the damage are those of tests/helpers/fuzz_helpers.py. Eac
 first with random damage (--cases), then guided by coverage (--guided, libFuzzer by the package atheris: inputs that
 reach new branches of this library are damaged further). A fault is any exception but UserError, a case of more than 20
 CPU s, more than 512 MiB of memory kept, or a file written; the process may take --memory GiB. Results: fuzz.json and
-fuzz.md beside this file, written after each target; targets that are there are not done again unless --only names them.
+fuzz.md beside this file, written after each target; finished targets are not repeated unless --only names them.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--memory", type=int, default=8, help="GiB that a process may take")
     parser.add_argument("--seconds", type=int, default=600, help="of a target and a phase; it stops there")
-    parser.add_argument("--only", nargs="+", help="these targets, anew")
+    parser.add_argument("--only", nargs="+", help="repeat these targets")
     parser.add_argument("--inside", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:

@@ -11,7 +11,7 @@ twice), chosen on a seed of its own, and then with three other seeds. omega is t
 rank, 200 and 50. With --inits-from each arm has the init that it had in a record there, of fewer steps, and is tuned
 over learning rates alone: a third fewer fits.
 
-What is finished is kept in FOLDER and used again: run it again to go on. Each photograph's record, report and pictures
+What is finished is kept in FOLDER and used again: rerun it to continue. Each photograph's record, report and pictures
 are copied beside this file, and summary.md has the table of all that are there.
 """
 

@@ -11,7 +11,7 @@ FERN is an LLFF scene and LEGO a Blender one, as `nlr fit nerf-fern --source` ta
            two at the best Gaussian of each
     size   fern at its full size, 256 rays x 32 samples, 3,000 steps: all arms once, at the init and rate of `fern`
 
-What is finished is kept in FOLDER and used again: run it again to go on. Records, reports and pictures are copied
+What is finished is kept in FOLDER and used again: rerun it to continue. Records, reports and pictures are copied
 beside this file.
 """
 

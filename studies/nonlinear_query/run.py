@@ -1,4 +1,4 @@
-"""The table of nonlinear_queries.md ("Key Experimental Results") in small, with every arm at a rate of its own.
+"""The table of nonlinear_queries.md ("Key Experimental Results") in small, with every arm at its own learning rate.
 
     python -m studies.nonlinear_query.run DATA [--steps 400] [--seeds 2] [--threads 1] [--work FOLDER]
 

@@ -7,13 +7,13 @@ MESHES is a folder of .npz meshes. Stages:
     shapes     low-rank against sine, omega as published for the rank: every mesh at ranks 1 and 5, the mesh `--full`
                (lucy) also at 2, 20 and dense
     long       ranks 1 and 5 of every mesh for `--long` times as many steps, at the inits and rates of `shapes`
-    rates      plain low rank as in `long`, its rates chosen anew over so many steps; rates.md has the sines of `long`,
+    rates      plain low rank as in `long`, its rates rechosen over so many steps; rates.md has the sines of `long`,
                at the rates of `shapes`, against it
     omega      sine at rank 1 on the mesh `--full`, six frequencies, and low-rank beside them
 
 All runs of a stage have the same number of steps. Each arm takes the best of two inits and three rates (at the edge the
 grid grows, at most twice), chosen on one seed; then three other seeds. Finished runs are kept in FOLDER and used again,
-a run that was stopped goes on from its checkpoint. Records, reports and pictures are copied to `--out`, beside this
+a run that was stopped resumes from its checkpoint. Records, reports and pictures are copied to `--out`, beside this
 file unless given, mesh by mesh.
 """
 

@@ -1,4 +1,4 @@
-"""Adapters on SmolLM2-135M, a real language model: what they learn, and what is forgotten over it.
+"""Adapters on SmolLM2-135M, a real language model: what they learn, and what the model forgets.
 
     python -m studies.smollm2.run instructions ALPACA [--seeds 3] [--threads 1] [--workers N] [--work FOLDER]
     python -m studies.smollm2.run commonsense DATA [--arms 14] ...

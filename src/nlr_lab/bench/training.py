@@ -1,4 +1,4 @@
-"""`nlr bench step` and `nlr bench memory`: one training step of each arm, on one batch again and again.
+"""`nlr bench step` and `nlr bench memory`: one training step of each arm, repeated on one batch.
 
 A step is forward, loss, backward, AdamW and zero_grad. Memory is deterministic: bytes saved for backward (activations
 without parameters, see `analysis.saved`), and the peak of a step beyond the weights and the optimizer's state.
@@ -54,7 +54,7 @@ class Stepper:
         mode: as in the settings.
         arm: one of `bench_arms`.
         batch: gives the token ids (batch_size, sequence_length) of each step; None: the same random ids.
-        lr: of AdamW. On one batch again and again, a learning rate that trains would end in subnormal numbers, whose
+        lr: of AdamW. On one repeated batch, a learning rate that trains would end in subnormal numbers, whose
             arithmetic is slow.
     """
 

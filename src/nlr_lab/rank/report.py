@@ -335,7 +335,7 @@ def _fitted(path: Path) -> Callable[[int], SineLowRankConfig] | None:
     try:
         settings = read_json(fit)["settings"]
         problem, method = settings["problem"], FieldMethod(**settings["method"])
-        field = problem.get("field", {"activation": ""})  # it says so where the fit was told its problem's settings
+        field = problem.get("field", {"activation": ""})  # present where the fit recorded its problem's settings
         if method.kind == "dense" or (method.kind == "sine" and method.omega is None and "field" not in problem):
             return None
         table = "nerf" if "rays" in problem else "occupancy"  # for an omega that was left open, as the problems do

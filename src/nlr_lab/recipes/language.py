@@ -195,7 +195,7 @@ def gpt3_small_best() -> Recipe:
 
 def gpt3_stability() -> Recipe:
     """Does GPT-3 small stay stable with weight decay 0.05? A run that diverges is stopped and named, with its step;
-    `--no-stop-diverged` lets it go on.
+    `--no-stop-diverged` lets it continue.
 
     Command: `nlr compare gpt3-stability --seeds 1`, or `nlr train gpt3-stability --arm baseline`.
     Hardware: as gpt3-small.

@@ -62,7 +62,7 @@ class Measure:
     part: str
     function: Callable[[Path], Cells]
     note: str = ""
-    """For the page, where the numbers are no measurements."""
+    """For the page, where the numbers are not measurements."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,7 +123,7 @@ class Prepared:
     classes: tuple[str, ...] = ()
     """Names of the classes, by number."""
     valid_bytes_per_token: float | None = None
-    """UTF-8 bytes of held-out text per predicted token; None: the data are no text."""
+    """UTF-8 bytes of held-out text per predicted token; None: the data are not text."""
     predicts_next: bool = True
     """True where a token's label is the token after it, so that a sequence's first one is not predicted."""
     lengths_vary: bool = False
@@ -170,7 +170,7 @@ class Task:
 
     def build_model(self, prepared: Any, dense_init: Any = None, *, seed: int = 0) -> Any:
         """Return the model without the arm's change, on the CPU: float32, or as its checkpoint says. Every draw is from
-        the seed; what is no dense linear is the same for every dense_init, which overrides the backbone's."""
+        the seed; all except dense linears is the same for every dense_init, which overrides the backbone's."""
         raise NotImplementedError
 
     def build_on_meta(self) -> Any:

@@ -88,7 +88,7 @@ class Arm:
     settings: dict[str, Any] = field(default_factory=dict)
     """Fields of the method's config, or keyword arguments of the function; of several methods, by their names."""
     dense_init: DenseInit | None = None
-    """Overrides the backbone's dense init (methods that draw the dense weights anew override it in turn)."""
+    """Overrides the backbone's dense init (methods that redraw the dense weights override it in turn)."""
     lr: float | None = None
     """Overrides the recipe's learning rate."""
     qk_norm: bool = False
@@ -218,7 +218,7 @@ class Arm:
 
     @property
     def control(self) -> bool:
-        """Return whether the arm is there to be compared with."""
+        """Return whether the arm is a control."""
         return all(kind.control for kind, _ in self._parts())
 
     def function(self) -> Callable[..., Any]:

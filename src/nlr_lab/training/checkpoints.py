@@ -174,7 +174,7 @@ def read_weights(folder: Path, model: Any) -> None:
 
 
 def is_finite(model: nn.Module) -> bool:
-    """Return whether this process's part of all that is trained is."""
+    """Return whether this process's part of all trained weights is finite."""
     trained = [each for each in model.parameters() if each.requires_grad]
     return all(bool(torch.isfinite(_own_part(each).detach()).all()) for each in trained)
 

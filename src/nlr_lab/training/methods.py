@@ -38,7 +38,7 @@ class ArmKind:
     name: str = "baseline"
     """Name on the command line."""
     control: bool = True
-    """It is there to be compared with: none of the methods of this library."""
+    """It is a control to compare with, not a method of this library."""
     own_init: bool = False
     """Its settings have an `init` of their own; else `init=` is the dense init."""
     aliases: ClassVar[Mapping[str, str]] = {}
@@ -194,7 +194,7 @@ class WideMlp(Sized):
 
     The last two are resolved by a comparison that has the other arm, and are then written with the width that was
     found, `wide-mlp:match=noble-r64,hidden=408`. The MLPs are rebuilt with the init that the arm's other linears have,
-    all else keeps its draws, and the config is told, so that the model is saved and loaded as a plain one of that size.
+    all else keeps its draws, and the config updated, so that the model is saved and loaded as a plain one of that size.
     Known are pairs fc1, fc2 (OPT, ViT) and gated ones (GLM's gate_up_proj, Llama's and EuroBERT's gate_proj and
     up_proj, each with down_proj).
     """

@@ -1,4 +1,4 @@
-"""Progress of a run: on stderr losses, steps and tokens per second, MFU and time to go; in its folder a log."""
+"""Progress of a run: on stderr losses, steps and tokens per second, MFU and time left; in its folder a log."""
 
 import sys
 import time
@@ -24,7 +24,7 @@ _LABELS = {"eval_loss": "eval", "eval_bits_per_byte": "bits/byte", "plain_loss":
 class ProgressLines(TrainerCallback):
     """A line an evaluation, and on a terminal a bar too.
 
-    Steps and tokens per second are of training alone, since the line before; the time to go counts evaluations and
+    Steps and tokens per second are of training alone, since the line before; the time left counts evaluations and
     checkpoints too.
 
     Args:

@@ -58,7 +58,7 @@ class TrainConfig:
     """"muon": dense matrices by Muon, the rest by AdamW. An arm may name its own."""
     init_optimizer: bool = False
     """Begin with the optimizer's state (moments and their count) of the run's checkpoint that task.init_from names, of
-    the same optimizer; learning rates begin anew."""
+    the same optimizer; learning rates start over."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm; 0: not clipped."""
     label_smoothing: float = 0.0

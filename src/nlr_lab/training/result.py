@@ -12,7 +12,7 @@ On the entries of a training curve (means over the steps since the entry before)
   and down again: a *spike*.
 
 Losses of large models spike and recover within a few hundred steps of hundreds of thousands (PaLM, arXiv 2204.02311,
-section 5.1), so a rise alone is no divergence, and neither are counts of outliers, by which spikes are usually scored
+section 5.1), so a rise alone is not divergence, and neither are counts of outliers, by which spikes are usually scored
 (OLMo 2, arXiv 2501.00656). A share of what was learned needs no unit, so it fits any vocabulary and task; fixed
 multiples of the best loss do not. The reference documents say "diverges" of runs and define nothing.
 """
@@ -69,7 +69,7 @@ class TrainResult:
     status: Literal["done", "diverged"] = "done"
     """"diverged": it was stopped."""
     diverged_at: int | None = None
-    """The step at which it diverged, stopped or not: the first loss that is no number, or at which the training loss
+    """The step at which it diverged, stopped or not: the first loss that is not finite, or at which the training loss
     rose and did not recover."""
     spikes: int = 0
     """Number of times that the training loss rose and recovered."""

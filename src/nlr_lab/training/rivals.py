@@ -1,4 +1,4 @@
-"""Low-rank pretraining by others, as arms to be compared with: CoLA and SLTrain.
+"""Low-rank pretraining by others, as arms to compare with: CoLA and SLTrain.
 
 Both take every linear of the blocks, not the output head, and keep the model's own activations. Saved weights have the
 names of these layers: they are loaded into a model with the same arm, not by `from_pretrained` alone.

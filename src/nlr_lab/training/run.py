@@ -59,7 +59,7 @@ def run_training(
     Args:
         recipe: what to train and how.
         out: new or empty, unless `resume` or `overwrite`.
-        resume: go on from the newest whole checkpoint in `out`, with the same recipe; start if there is none.
+        resume: continue from the newest whole checkpoint in `out`, with the same recipe; start if there is none.
             A finished run's result is returned as it is.
         overwrite: empty `out` first, which must be a run of ours.
         prepared: the task's data, if they are prepared already.
@@ -67,8 +67,8 @@ def run_training(
         report: print what the arm changed in the model, unless `quiet`.
         allow_torch_checkpoints: under DeepSpeed, write and read its engine's checkpoints, which are pickled; it has no
             others.
-        stop: asked after each step but the last, with its number, on rank 0; the run then goes on from its last
-            checkpoint when it is resumed.
+        stop: asked after each step but the last, with its number, on rank 0; the run then resumes from its last
+            checkpoint.
 
     Raises:
         OutOfTimeError: a UserError; `stop` said so.
@@ -335,7 +335,7 @@ def _train(trainer: RunTrainer, recipe: Recipe, folder: RunFolder, *, resume: bo
     if recipe.train.tracker == "tensorboard" and trainer.is_world_process_zero():
         from torch.utils.tensorboard import SummaryWriter
 
-        # The curves of a resumed run go on where its checkpoint is.
+        # The curves of a resumed run continue from its checkpoint.
         purge = int(checkpoint.name.removeprefix("step-")) + 1 if checkpoint else None
         writer = SummaryWriter(str(folder.path / "tensorboard"), purge_step=purge)
         trainer.add_callback(TensorBoardCallback(writer))

@@ -62,8 +62,8 @@ class RunFolder:
     def check(self, *, resume: bool, overwrite: bool, prepared: Any = None) -> TrainResult | None:
         """Return the result of a finished run that is resumed, else None; UserError where it may not be written to.
 
-        A resumed run may have more steps than it began with, where its learning rate has not come down for fewer. Where
-        data lie (`...source`) is no difference: what they are, the fingerprint says, here of a finished run (its data
+        A resumed run may have more steps than it began with, if its learning rate has not yet decayed for fewer.
+        Where data lie (`...source`) does not matter: their fingerprint is compared, here for a finished run (its data
         are `prepared`, or prepared for this), else in `open`.
         """
         if not holds_former(self.path, RECIPE, "training run of ours", resume=resume, overwrite=overwrite):
@@ -101,7 +101,7 @@ class RunFolder:
             )
 
     def _shared_steps(self, former: TrainConfig) -> int:
-        """Return how many steps are those of the longer run too; UserError where no checkpoint is among them."""
+        """Return how many steps the longer run shares; UserError where no checkpoint is among them."""
         now, steps = self.recipe.train, former.steps
         if former.group_by_length:
             raise UserError(f"with group_by_length the order of the data depends on steps; keep {steps}")
@@ -236,7 +236,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
 
 def command_of(recipe: Recipe) -> str:
     """Return the command that makes a run: the recipe, the arm, and all that is not as the recipe has it, paths by
-    their last part. A recipe that is none of `nlr` has no command but its Python."""
+    their last part. A recipe that `nlr` lacks has only its Python call."""
     if recipe.name not in RECIPES:
         return f"run_training(recipe, out), a recipe {recipe.name!r} of its own"
     words = ["nlr", RECIPES[recipe.name].command, recipe.name, "--arm", str(recipe.arm)]
@@ -281,7 +281,7 @@ class FormerRun:
         return cls(path=path, recipe=recipe, about=about, result=result)
 
     def changes(self) -> list[str]:
-        """Return a line for each version, property of the machine, commit and data file that is not as it was."""
+        """Return a line for each version, property of the machine, commit and data file that has changed."""
         now = provenance(self.recipe.train.threads)
         before, present = _conditions(self.about), _conditions(now)
         lines = []

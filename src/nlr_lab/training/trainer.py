@@ -96,8 +96,8 @@ class Schedule(TrainerCallback):
     """Decide when to log, evaluate, save and stop, and seed the dropout.
 
     Every evaluation and checkpoint also closes an entry of the training curve: a resumed run then has the same entries
-    as one that was never killed. Where `stop` says so of a step (rank 0 asks) the run ends, without a checkpoint, by
-    OutOfTimeError; where a signal to any process wishes it, after a checkpoint of that step, by StoppedBySignal.
+    as one that was never killed. Where `stop` is true at a step (rank 0 asks) the run ends, without a checkpoint, by
+    OutOfTimeError; on a signal to any process, after a checkpoint of that step, by StoppedBySignal.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class RunTrainer(Trainer):
     Evaluations, one pass over the held-out data, are logged as "eval_loss" and "eval_<score>"; where another split is
     scored, as "test_..." on that; of training examples without their augmentation, as "plain_...".
 
-    The loss is looked at in every step on one CPU process; otherwise, since that would stop the GPU each time, at every
+    The loss is checked in every step on one CPU process; otherwise, since that would stop the GPU each time, at every
     log and before every checkpoint, which therefore never holds a diverged model. The step named is exact all the same.
 
     Trainer writes checkpoints into the final folder and pickles, and has no public hook for either: `_save_checkpoint`
@@ -214,7 +214,7 @@ class RunTrainer(Trainer):
             deepspeed.check_readable(folder, self.checkpoints, processes=self.args.world_size, **here)
             self._started -= json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["seconds"]
             resume_from_checkpoint = str(folder)
-        # torch's handler of SIGCHLD raises out of whatever goes on when a process that reads data dies: a checkpoint, a
+        # torch's handler of SIGCHLD raises inside whatever runs when a process that reads data dies: a checkpoint, a
         # message, another exception's handling. Without it torch notices when it waits for the next batch, in 5 s.
         before, signal_handling._SIGCHLD_handler_set = signal_handling._SIGCHLD_handler_set, True
         try:
@@ -246,7 +246,7 @@ class RunTrainer(Trainer):
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        return 0  # Trainer counts all parameters anew in each step, which in small models is a good part of it
+        return 0  # Trainer recounts all parameters in each step, which in small models is a good part of it
 
     def _get_train_sampler(self, train_dataset: Any = None) -> EndlessShuffle:
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset

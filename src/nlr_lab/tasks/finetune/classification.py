@@ -221,7 +221,7 @@ def find_task(source: str) -> str:
         most = max((len(GLUE[task].texts) for task in found), default=0)  # the most of the file's texts
         found = [task for task in found if len(GLUE[task].texts) == most]
     if len(found) != 1:
-        what = f"may be {' or '.join(found)}" if found else "holds no task of GLUE that is known by its name or columns"
+        what = f"may be {' or '.join(found)}" if found else "holds no task of GLUE with a known name or columns"
         raise UserError(f"{source} {what}; name the task, e.g. --glue.task {(*found, 'cola')[0]}")
     return found[0]
 

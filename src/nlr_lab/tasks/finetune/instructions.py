@@ -166,8 +166,8 @@ class Example:
 
 
 def read_examples(source: str, template: str, rows: int | None = None) -> Iterator[Example | str]:
-    """Yield the examples of at most so many records of a source (see `InstructionData`), in its order; of an empty one,
-    the reason it is none. Raise UserError where there is no such source, or a record has no fields of any form."""
+    """Yield the examples of at most so many records of a source (see `InstructionData`), in order, or for an empty one
+    the reason. Raise UserError where there is no such source, or a record has no fields of any form."""
     path = Path(source).expanduser()
     if source == "stdlib":
         records: Iterable[tuple[str, Any]] = (("stdlib", record) for record in _docstrings())
@@ -223,7 +223,7 @@ def _example(record: Any, template: str, where: str) -> Example | str:
 
 def _asked(instruction: str, context: str, answer: str, template: str, system: str = "") -> Example:
     turns = [{"role": "system", "content": system}] if system.strip() else []
-    if turns and template != "chat":  # of the others none has a place for it
+    if turns and template != "chat":  # the other templates have no place for it
         instruction, context = system, instruction
     if template == "alpaca":
         more = {"paired": _PAIRED, "input": f"### Input:\n{context}\n\n"} if context.strip() else {}

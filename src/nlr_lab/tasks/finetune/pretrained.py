@@ -1,7 +1,7 @@
 """The pretrained model that a task tunes: found by name or folder, loaded, and given a new head.
 
 Init of a new head, drawn from the run's seed, the same in every arm: linears outside the pretrained part
-N(0, initializer_range^2), their biases 0; norms 1 and 0. A head that comes with the checkpoint is drawn anew as well:
+N(0, initializer_range^2), their biases 0; norms 1 and 0. A head that comes with the checkpoint is redrawn as well:
 two checkpoints then start alike.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _UNTRAINED = "nlr_untrained"  # on a loaded model: modules of its pretrained part that the checkpoint lacks
 
 PACKAGED = ("smollm2", "minilm", "digits-vit")
-"""Checkpoints that are no folder and not on the hub."""
+"""Checkpoints that are neither folders nor on the hub."""
 
 # Kind of model -> the end of transformers' name of it, and peft's.
 _KINDS: dict[str, tuple[str, str | None]] = {

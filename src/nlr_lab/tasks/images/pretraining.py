@@ -242,7 +242,7 @@ class ImagePretrainingTask(Task):
         return Pixels(size=self.size, channels=channels, mean=mean, std=std, shorter=self.shorter)
 
     def build_model(self, prepared: Any, dense_init: DenseInit | None = None, *, seed: int = 0) -> Any:
-        """Return the plain model; what is no linear of a block is the same for every dense_init."""
+        """Return the plain model; all but the blocks' linears is the same for every dense_init."""
         model = build_plain(self.backbone.model_class, self.backbone.config(self.size, len(prepared.classes)), seed)
         name_classes(model, prepared.classes)
         model.loss_function = classification_loss  # transformers would take mixed labels for those of many classes

@@ -220,7 +220,7 @@ def _of_blob(path: Path, arrays: Mapping[str, np.ndarray], side: str) -> Images:
 
 
 def _check_labels(labels: np.ndarray, what: str) -> np.ndarray:
-    """Return labels (N,) or (N, 1) as (N,) int64; raise UserError where there are none, or one is no number from 0."""
+    """Return labels (N,) or (N, 1) as (N,) int64; raise UserError where there are none, or one is invalid."""
     values = labels.reshape(-1).tolist() if labels.shape[1:] in ((), (1,)) else labels.tolist()
     if not values:
         raise UserError(f"{what} holds no labels; give at least one image")

@@ -118,7 +118,7 @@ class VQTokenizer:
             # Every block but the last halves the sides.
             self.patch = 2 ** (len(config["block_out_channels"]) - 1)
             if self.channels not in (1, 3):
-                raise ValueError(f"{self.channels} channels are no image")
+                raise ValueError(f"{self.channels} channels are not an image")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{folder} holds no VQModel of diffusers: {one_line(error)}") from error
         if not (folder / _VQ_FILES[1]).is_file():

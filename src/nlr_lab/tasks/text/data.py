@@ -38,7 +38,7 @@ Document = str | np.ndarray
 
 _KINDS = (".txt", ".md", ".py", ".jsonl", ".parquet")
 _COMPRESSED = (".xz", ".gz", ".zst")
-# The standard library's own tests and bundled strangers are not library sources.
+# The standard library's own tests and bundled third-party code are not library sources.
 _NOT_SOURCES = ("test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "__pycache__")
 _DATASET = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.\[\]:%-]+))?")
 
@@ -129,7 +129,7 @@ class Corpus:
         parts: list[str] = []
         held, most = 0, half_of_free()
         for _, line in lines(path):
-            # Only where it stands alone on a line: text may speak of the separator.
+            # Only where it stands alone on a line: text may mention the separator.
             if separator and line.startswith(separator) and not line[len(separator) :].strip(" \t\r\n"):
                 yield "".join(parts)
                 parts, held = [], 0
@@ -186,7 +186,7 @@ class Corpus:
 
     def _dataset(self) -> Any:
         name, config, split = self._name()
-        # Of a folder, `datasets` would go on giving what it cached when the folder has changed.
+        # For a changed folder, `datasets` would keep returning what it cached.
         streaming = self.streaming or Path(name).is_dir()
         return load_rows(name, config, split=split or "train", **({"streaming": True} if streaming else {}))
 
@@ -253,7 +253,7 @@ def library_sources() -> list[Path]:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield every line of a file, unpacked, with its number from one; raise UserError where it is no whole text."""
+    """Yield every line of a file, unpacked, with its number from one; raise UserError where it is not whole text."""
     most = half_of_free()
     with _reading(path), _open(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(most + 1), b""), 1):
@@ -270,20 +270,20 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_text(path: Path) -> str:
-    """Return the whole of a file, unpacked; raise UserError where it is no text, or takes too much memory."""
+    """Return the whole of a file, unpacked; raise UserError where it is not text, or takes too much memory."""
     with _reading(path, UnicodeDecodeError), _open(path) as file:
         return b"".join(bounded(file, str(path))).decode("utf-8-sig")  # a byte-order mark is no text
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the values of JSON lines with their places; raise UserError for a line that is none."""
+    """Yield the values of JSON lines with their places; raise UserError for any other line."""
     for number, line in lines(path):
         if line.strip():
             yield f"{path}, line {number}", parse_json(line, f"{path}, line {number}")
 
 
 def json_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a JSON array, or else of JSON lines, with their places; raise UserError for what is none."""
+    """Yield the values of a JSON array, or else of JSON lines, with their places; raise UserError for anything else."""
     first = next((line for _, line in lines(path) if line.strip()), "")
     if not first.lstrip().startswith("["):
         yield from json_lines(path)
@@ -293,7 +293,7 @@ def json_records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def parse_json(text: str, place: str) -> Any:
-    """Return the value of JSON; raise UserError where it is none, or holds half a character."""
+    """Return the value of JSON; raise UserError where it is invalid, or holds half a character."""
     try:
         value = json.loads(text)
         if "\\u" in text:  # the one way to write half of a surrogate pair, which no tokenizer takes

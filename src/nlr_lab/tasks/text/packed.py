@@ -59,7 +59,7 @@ class Blocks(Examples):
     transformers' language models shift them."""
 
     def block(self, index: int) -> np.ndarray:
-        """Return the tokens of a sequence, (T,), in the file's type; an index beyond the last begins anew."""
+        """Return the tokens of a sequence, (T,), in the file's type; an index beyond the last starts over."""
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Batch:
@@ -149,7 +149,7 @@ def prepare_text(config: TextData, *, without: frozenset[int] = frozenset(), pro
     """Tokenize and pack text, or find it in the cache. Safe to call from several processes at once.
 
     `vocab_size` is the tokenizer's highest id + 1. `valid_bytes_per_token` is over positions 1 to T - 1 of the
-    evaluated sequences. The end-of-text token is predicted too but is no text: 0 bytes. A byte-level token has the
+    evaluated sequences. The end-of-text token is predicted too but is not text: 0 bytes. A byte-level token has the
     bytes that it decodes to; of other kinds, those from the end of the token before to its own end, so that dropped
     white space is counted (after a document's last token, by the end-of-text token).
     Bits per byte = loss / ln 2 / valid_bytes_per_token. Documents whose hashes are in `without` are not trained on.
@@ -319,7 +319,7 @@ def _split(
 
 
 def _hash(document: Document) -> int:
-    # What separates it from its neighbours in a file is no part of its content.
+    # What separates it from its neighbours in a file is not part of its content.
     text = isinstance(document, str)
     content = document.strip().replace("\r\n", "\n").encode() if text else document.tobytes()  # type: ignore[union-attr]
     return int.from_bytes(hashlib.sha256(content).digest()[:8])

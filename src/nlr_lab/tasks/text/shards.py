@@ -36,7 +36,7 @@ _MIXTURE = "give each source a weight above 0, as in a.bin:0.7,b.bin:0.3"
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shard:
     """One file of ids, with an end-of-text id after each place of `marks`. It is mapped, never read whole; each process
-    maps it anew."""
+    maps it itself."""
 
     path: Path
     dtype: np.dtype

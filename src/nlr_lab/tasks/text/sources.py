@@ -178,8 +178,8 @@ class MixedBlocks(Blocks):
     """Sequences of several sources by their weights, which add up to 1.
 
     An index tells the pass too: each pass has as many sequences as all sources together, in each the share of its
-    weight (largest remainders). A source goes on in the next pass where it was left, by strides that visit all of it,
-    evenly spread, before it begins anew.
+    weight (largest remainders). A source continues in the next pass where it stopped, by strides that visit all of it,
+    evenly spread, before it starts over.
     """
 
     counts_passes = True

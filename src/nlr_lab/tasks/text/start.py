@@ -23,7 +23,7 @@ def load_start(path: str, prepared: Any, sequence_length: int, dense_init: str |
 
     Raises:
         UserError: the folder has no whole model, the text's tokens are not the model's, its sequences are too long for
-            it, or an init is asked for, which would draw its weights anew.
+            it, or an init is asked for, which would redraw its weights.
     """
     folder = start_folder(path)
     if dense_init is not None:
