@@ -49,7 +49,7 @@ class OpArm:
     """None: a baseline."""
     function: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]
-    """Those whose gradients are formed require them."""
+    """Tensors whose gradients are formed require them."""
     parameters: tuple[Tensor, ...] = ()
     """Weights and factors, also those among the inputs; not counted as saved."""
 

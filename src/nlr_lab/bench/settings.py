@@ -122,7 +122,7 @@ class AllBenchConfig(TimedConfig):
     """Settings of `nlr bench all`."""
 
     parts: tuple[Parts, ...] = get_args(Parts)
-    """Those that are measured, see `nlr_lab.bench.all`."""
+    """Parts that are measured, see `nlr_lab.bench.all`."""
     tiny: bool = False
     """Toy sizes, whose times say nothing."""
 

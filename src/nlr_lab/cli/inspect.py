@@ -152,7 +152,7 @@ class SpectrumOptions:
     omega: float | None = None
     """Frequency of sine factors in a file that no config.json describes."""
     exact_up_to: int = 2048
-    """All singular values up to so many a matrix; above, the leading 256 by a sketch."""
+    """Compute all singular values up to this many per matrix; above, the leading 256 by a sketch."""
     device: str = ""
     """Device that computes the spectra; default: the GPU if there is one."""
     every_layer: FlagCreatePairsOff[bool] = False

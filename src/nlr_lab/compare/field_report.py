@@ -43,7 +43,7 @@ Curve = Sequence[tuple[float, float]]
 
 KINDS = ("low-rank", "sine")
 LEAST_POINTS = 3
-"""Akima's interpolation needs so many; with two it is a straight line."""
+"""Number that Akima's interpolation needs; with two it is a straight line."""
 _SWEEP = 3  # frequencies that make a curve
 _SIZES = {"bits_per_pixel": "bits per pixel (32 a parameter)", "parameters": "parameters"}
 _METRICS = {"iou": "IoU", "psnr": "PSNR", "ssim": "SSIM"}
@@ -89,7 +89,7 @@ def bd_psnr(anchor: Curve, test: Curve, *, names: tuple[str, str] = ("anchor", "
     Unlike `bd_rate`, whose arguments it has, it is defined for a quality that falls somewhere.
 
     Raises:
-        UserError: as in `bd_rate`, but for the quality and its interpolation, and where there is no common rate.
+        UserError: as in `bd_rate`, except for the quality and its interpolation, or no common rate.
     """
     return _mean_gap("rate", names, _checked(names, anchor, test), 0)
 

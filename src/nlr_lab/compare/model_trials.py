@@ -331,7 +331,7 @@ def resolve_matches(recipe: Recipe, arms: Sequence[Arm]) -> list[Arm]:
     are joined to it bend the line the width is bisected. Such a method may refuse widths: those too narrow for its rank
     are below the search, and groups that must divide the width make its step. (A joined budget's integer ranks let the
     count dip now and then; the width is then the smallest up to such a dip.) The backward pass costs twice the forward
-    in both arms, but for a branch's recomputed r x r products, so matched FLOPs are matched training FLOPs.
+    in both arms, except for a branch's recomputed r x r products, so matched FLOPs are matched training FLOPs.
 
     Raises:
         UserError: there is no such arm, it is a matched one itself, or it cannot be matched by width.

@@ -127,7 +127,7 @@ class Measurement:
     start: float = 0.0
     """Seconds until an arm has taken its first step, its model built and compiled."""
     paces: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """For the forecast where there is a time limit."""
+    """Paces for the forecast under a time limit."""
     notes: list[str] = field(default_factory=list)
     """Sentences for the report."""
 
@@ -215,7 +215,7 @@ def measure_paces(
 ) -> dict[str, tuple[float, float]]:
     """Return what a forecast needs of each arm, from `times` of its steps: seconds of a step, and of all else in a run.
 
-    A run takes `start` seconds to begin; it has so many evaluations whatever its number of steps, and `evaluation`
+    A run takes `start` seconds to begin; its number of evaluations does not depend on its steps, and `evaluation`
     gives their seconds by those of a step.
     """
     steps = {name: sorted(seconds)[len(seconds) // 2] for name, seconds in times.items()}
@@ -333,7 +333,7 @@ class Trials(ABC):
 
     @abstractmethod
     def about(self) -> dict[str, Any]:
-        """Return the record's "recipe" (but for its settings) and "data"."""
+        """Return the record's "recipe" (except its settings) and "data"."""
 
     @abstractmethod
     def draw(self, out: Path, results: Mapping[str, Any], run_folders: Mapping[str, Path]) -> None:

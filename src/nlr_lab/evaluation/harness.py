@@ -55,7 +55,7 @@ def score_tasks(
     """Run tasks of lm-eval on a causal language model, with or without an adapter of peft; metrics by task and group.
 
     `tasks` are names of lm-eval's own, with task files of one's own in `include_path` and so many `shots` before each
-    question (None: as the task has it); `local` tasks, from `find_local_tasks`, read nothing over the network, and
+    question (None: the task's own); `local` tasks, from `find_local_tasks`, read nothing over the network, and
     their metrics count under "truncated" the questions that lost their beginning. `limit` is of the questions of each
     task.
 

@@ -47,7 +47,7 @@ class LocalTask:
 
     name: str
     config: dict[str, Any]
-    """A task file of lm-eval, but for `task` and what names its data."""
+    """A task file of lm-eval, except `task` and what names its data."""
     docs: Sequence[dict[str, Any]]
     """The questions, in the file's order, with the fields that `config` reads; all of the same fields."""
     shots: Sequence[dict[str, Any]] = ()

@@ -188,7 +188,7 @@ def open_saved(task: Any, prepared: Any, folder: Path) -> Any:
 @torch.no_grad()
 def score_held_out(model: Any, prepared: Any, *, batch_size: int = 16) -> dict[str, float]:
     """Loss and scores on the examples that the runs of a task are judged by (`prepared`, see `tasks.task`). They do not
-    depend on the batch size, but for rounding. Raise UserError where the loss is not finite, or a batch takes more
+    depend on the batch size, except for rounding. Raise UserError where the loss is not finite, or a batch takes more
     memory than is free."""
     examples = prepared.test or prepared.valid
     places = range(len(examples))

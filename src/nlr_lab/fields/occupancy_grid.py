@@ -51,7 +51,7 @@ class OccupancyGrid:
 
     @property
     def hollow(self) -> float:
-        """Share of the volume that the faces enclose but parity does not: 0 but for sampling, unless bodies overlap."""
+        """Share of the volume that the faces enclose but parity does not: 0 up to sampling, unless bodies overlap."""
         return 1 - float(self.inside.mean()) / self.volume
 
     def points(self, start: int, stop: int) -> np.ndarray:

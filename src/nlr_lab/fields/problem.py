@@ -125,7 +125,7 @@ class FieldArm:
     """One method of a comparison, with what is tuned of it; raises UserError as `FieldMethod` does."""
 
     method: FieldMethod
-    """With its first init."""
+    """The method, with its first init."""
     inits: tuple[Init, ...] = _INITS
     """Inits of which the arm takes its best."""
     lr: float | None = None

@@ -180,14 +180,14 @@ class OccupancySettings:
     """Points per step, redrawn in each."""
     loss: OccupancyLoss = "cross-entropy"
     """"cross-entropy" of the log-odds, or "squared": the squared error of the output to -0.5 outside and 0.5
-    inside. The paper's released code fits 0 and 1, inside above 0.5: the same but for the start of the last bias."""
+    inside. The paper's released code fits 0 and 1, inside above 0.5: the same except for the start of the last bias."""
     surface_share: float = 0.7
     """Share of them from a band about the surface, weighted so that the expected loss stays the whole box's. 0: all of
     them evenly."""
     surface_band: float = 0.03
     """Reach of the band to both sides, along each axis; the box has sides of 2."""
     held_out: int = 96
-    """IoU is measured at so many points, cubed, at random places off the lattice."""
+    """IoU is measured at this number of points, cubed, at random places off the lattice."""
     mesh_resolution: int = 128
     """Points along each axis where the field is read for the mesh that is written."""
     field: FieldConfig = field(default_factory=FieldConfig)

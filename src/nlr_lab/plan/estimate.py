@@ -109,9 +109,9 @@ class ArmCost:
     name: str
     parameters: int
     branch_parameters: int
-    """Those that methods added."""
+    """Parameters that methods added."""
     active_parameters: int | None
-    """All but those of experts that a token does not go through; None: not known."""
+    """Parameters except those of experts that a token skips; None: not known."""
     trainable: int
     tokens: int
     """Tokens of a sequence."""

@@ -204,7 +204,7 @@ def _saved_by_module(model: nn.Module, inputs: Mapping[str, Tensor], bf16: bool)
 
 
 def _is_uniform(model: nn.Module, stack: nn.Module) -> bool:
-    """Return whether a module is a list of more than four blocks, equal but for the first and the last."""
+    """Return whether a module is a list of more than four blocks, equal except for the first and the last."""
     if not isinstance(stack, nn.ModuleList) or len(stack) <= 4:
         return False
     if not all(isinstance(block, GradientCheckpointingLayer) for block in stack):
@@ -215,7 +215,7 @@ def _is_uniform(model: nn.Module, stack: nn.Module) -> bool:
 
 
 def _facts(block: nn.Module) -> list[Any]:
-    """Return classes, plain attributes and tensors of a block's modules, but for its place."""
+    """Return classes, plain attributes and tensors of a block's modules, except its place."""
     return [
         (
             name,

@@ -16,7 +16,7 @@ ACTIVATIONS = {"sine": torch.sin, "sigmoid": torch.sigmoid, "relu": torch.relu, 
 """phi of Figure 3; tanh is here as a sigmoid without its constant."""
 
 DIRECT, EXACT, LEADING = 512, 2048, 256
-"""Up to so many singular values come from an SVD, up to so many from a Gram matrix; a sketch finds the leading ones."""
+"""Numbers of singular values up to which an SVD, and a Gram matrix, is used; a sketch finds the leading ones."""
 LEAST_TOLERANCE = 1e-7
 """Gram matrices square the singular values, so float64 tells them apart down to about 1e-8 of the largest."""
 SATURATED = 0.95

@@ -362,7 +362,7 @@ def nerf_memory(scale: str) -> list[Trial]:
 
 
 def _shapes(scale: str, released: bool) -> dict[str, Any]:
-    """Recipes by column; `released` as the code of the paper has it where that differs from the text."""
+    """Recipes by column; `released` follows the paper's code where that differs from its text."""
     own = recipe("occupancy-demo" if scale == "demo" else "occupancy")
     problem, train = own.problem, own.train
     if scale == "small":

@@ -48,7 +48,7 @@ class Compare:
     tasks: Mapping[str, str] = field(default_factory=dict)
     """Column -> task of `nlr evaluate` that every trained model is scored on."""
     shots: int | None = None
-    """Examples before each question of them; None: as the task has it."""
+    """Examples before each question of them; None: the task's own."""
     before: Callable[[Any, Path], Mapping[str, str]] | None = None
     """Called with this trial and the table's folder: arms in the place of those of their rows."""
     after: Callable[[Any, Any, Path], Cells] | None = None
@@ -86,7 +86,7 @@ class Table:
     name: str
     title: str
     section: str
-    """Where it is printed."""
+    """Section that prints it."""
     columns: Sequence[str] = ()
     rows: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Label -> published values by column; None where none is printed."""

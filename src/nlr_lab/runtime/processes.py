@@ -161,7 +161,7 @@ class FreeThreads:
         self._fixed = bool(wanted or os.environ.get("OMP_NUM_THREADS") or several or torch.accelerator.is_available())
         self.most = torch.get_num_threads()
         self.now = self.fewest = self.most
-        """Those that were chosen last, and the fewest so far."""
+        """Threads chosen last, and the fewest so far."""
         self._looked = (0.0, 0.0, 0.0)
 
     @property
@@ -210,7 +210,7 @@ def _left(load: float) -> float:
 
 
 def _cores() -> set[int]:
-    """Those that this process may run on."""
+    """Cores that this process may run on."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 

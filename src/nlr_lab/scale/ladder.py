@@ -75,7 +75,7 @@ class Ladder:
     """Tokens of training for each parameter of the plain model outside embeddings and head; all arms have as many. The
     first is climbed first."""
     arms: tuple[str, ...] = ARMS
-    """Arms as nlr compare has them; the first is the reference. A `rank_ratio` grows with the width."""
+    """Arms as in nlr compare; the first is the reference. A `rank_ratio` grows with the width."""
     seeds: int = 3
     """Paired seeds of every rung."""
     tune_lr: tuple[float, ...]

@@ -9,7 +9,7 @@
     trainer_state.json               step and log history, as Trainer has it
     manifest.json                    step, seconds, bytes and sha256 of every file
 
-Nothing is pickled, but for DeepSpeed's own state in the place of weights and optimizer (see `deepspeed`). The folder
+Nothing is pickled, except DeepSpeed's own state in the place of weights and optimizer (see `deepspeed`). The folder
 must be visible to all processes. With another number of processes a run resumes, but not bit-exactly.
 """
 

@@ -13,7 +13,7 @@ from nonlinear_lowrank.validation import check_choice, check_integer, check_numb
 from .methods import Settings, Setup, Sized, mlp_width
 
 _ALIGNED = 8  # torch's grouped products need rows of whole 16 bytes, which are 8 numbers in bfloat16
-_BLOCKS = ("glm", "llama", "mistral")  # model types whose blocks are Mixtral's but for the MLP
+_BLOCKS = ("glm", "llama", "mistral")  # model types whose blocks are Mixtral's except for the MLP
 
 
 class Experts(Sized):

@@ -1,6 +1,6 @@
 """An adapter folder becomes a model folder: the base model with the adapter in its weights.
 
-The result is a plain Hugging Face model that needs none of our code, but for NoRA, whose rational activations
+The result is a plain Hugging Face model that needs none of our code, except with NoRA, whose rational activations
 stay: that one is an augmented model of the package (see `hub`).
 """
 

@@ -38,7 +38,7 @@ def with_branches(model: nn.Module, plan: dict[str, str], devices: int) -> dict[
     """Return a plan, {module or parameter: style}, in which layers with a branch, and their tensors, have our styles.
 
     Raises:
-        UserError: a layer of the plan cannot be split over so many devices; the message names it and why.
+        UserError: a layer of the plan cannot be split over these devices; the message names it and why.
     """
     changed = dict(plan)
     for name, layer in model.named_modules():

@@ -27,7 +27,7 @@ _SETTINGS = ("embed_dim", "kdim", "vdim", "num_heads", "head_dim", "dropout", "b
 class UnfusedMultiheadAttention(nn.Module):
     """`nn.MultiheadAttention` whose projections are the linears q_proj, k_proj, v_proj and out_proj.
 
-    Arguments and results of `forward` are torch's, up to rounding, but for nested tensors. `state_dict()` has the names
+    Arguments and results of `forward` are torch's, up to rounding, except nested tensors. `state_dict()` has the names
     of the linears; tensors under torch's load as well.
 
     Args:

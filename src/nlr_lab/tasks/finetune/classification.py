@@ -106,7 +106,7 @@ class GlueData:
     scored: Literal["dev", "test"] = "dev"
     """The split of the final score; test needs a file with labels (MRPC and STS-B have one)."""
     train_rows: int | None = None
-    """Use so many of the training rows, a random choice that is always the same; None: all."""
+    """Use this many of the training rows, a fixed random choice; None: all."""
     pad: Literal["longest", "max_length"] = "longest"
     """Length of a batch: its longest example's, or one length for all, which torch.compile wants."""
 

@@ -69,7 +69,7 @@ class InstructionData:
     eval_rows: int = 512
     """Rows that are evaluated, at most."""
     rows: int | None = None
-    """Read the first so many records; None: all."""
+    """Read only this many first records; None: all."""
     template: str = "alpaca"
     """Words around instruction and input: "alpaca" (Stanford's), "plain" (none), or "chat" (the tokenizer's)."""
     max_length: int = 512

@@ -186,7 +186,7 @@ class ImagePretrainingTask(Task):
     augmentation: Augmentation = field(default_factory=Augmentation)
     """Random changes of training images."""
     shorter: int | None = None
-    """Evaluation brings the shorter side to so many pixels and cuts the middle out (ImageNet: 256); None: the whole
+    """Evaluation scales the shorter side to this many pixels and cuts the middle out (ImageNet: 256); None: the whole
     image, squeezed into the square."""
     plain_rows: int = 2000
     """Training images whose loss is also taken without augmentation, at each evaluation; always the same ones."""

@@ -88,9 +88,9 @@ class ImageSource:
     held_out: float = 0.1
     """Share of the training images that choices are made on; 0: choices are made on the test split itself."""
     train_rows: int | None = None
-    """Use so many of the training images, a random choice that is always the same; None: all."""
+    """Use this many of the training images, a fixed random choice; None: all."""
     test_rows: int | None = None
-    """Score on so many test images, chosen likewise; None: all."""
+    """Score on this many test images, chosen likewise; None: all."""
     size: int | None = None
     """Pixels of a side; None: the model's."""
     mean: tuple[float, ...] = ()

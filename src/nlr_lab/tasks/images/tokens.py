@@ -33,7 +33,7 @@ class ImageTokenData:
     classes: int | None = None
     """Classes that the source must have; None: as many as it has."""
     train_images: int | None = None
-    """Use so many of the training images, a random choice that is always the same; None: all."""
+    """Use this many of the training images, a fixed random choice; None: all."""
     eval_images: int = 1024
     """Held-out images that are evaluated, chosen likewise; fewer where there are fewer."""
     cache_dir: str | None = None

@@ -57,7 +57,7 @@ class Corpus:
     document_separator: str | None = None
     """Line that divides text files into documents; None: '<|endoftext|>' where it occurs; "": no division."""
     max_bytes: int | None = None
-    """Stop before the document that would exceed so many bytes of text, in each source; a first one is cut."""
+    """Stop before the document that would exceed this many bytes of text, in each source; a first one is cut."""
     streaming: bool = False
     """Read datasets over the network as needed, not whole first. The tokens are cached all the same, so that
     training can shuffle and resume. A streamed dataset is known to the cache by its name."""

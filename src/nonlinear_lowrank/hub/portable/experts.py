@@ -1,4 +1,4 @@
-"""Experts that one module holds as 3-D parameters, as transformers has them; S is tokens x experts of a token."""
+"""Experts that one module holds as 3-D parameters, as in transformers; S is tokens x experts of a token."""
 
 from collections.abc import Callable
 from functools import partial

@@ -50,7 +50,7 @@ class NobleBranch(Layer):
         return module
 
     def reset_parameters(self) -> None:
-        """Draw the branch; from scratch W ~ N(0, (0.5 / sqrt(d_in))^2) too, but for what keeps the model's init."""
+        """Draw the branch; from scratch W ~ N(0, (0.5 / sqrt(d_in))^2) too, except what keeps the model's init."""
         module: Any = self
         settings, d_in = self.noble, self.shape[0]
         scratch = settings.init != "pretrained"

@@ -16,7 +16,7 @@ class RationalOfExperts(RationalActivation):
     """`RationalActivation` with coefficients for each of E experts, (E, G, .): rows (S, channels), sorted by expert."""
 
     expert_ends: Any = None
-    """Where the rows of each end, told by the experts for every call."""
+    """Ends of each expert's rows, set by the experts for every call."""
 
     def __init__(self, settings: dict[str, Any], device: Any) -> None:
         super().__init__(settings, device)

@@ -133,7 +133,7 @@ class NonlinearQueryMethod(Method):
         return "holds keys and values only" if holds_keys_and_values(module) else None
 
     def complete(self, model: nn.Module, config: Any, names: list[str]) -> Any:
-        """Return the config with the places of queries among fused rows, as the model's attention has them."""
+        """Return the config with the places of queries among fused rows, as in the model's attention."""
         modules = {name: model.get_submodule(name) for name in names}
         beside = {
             name: (module, model.get_submodule(name.rpartition(".")[0]))

@@ -335,7 +335,7 @@ class NoraActivation(TensorLayer):
         return _row(fit.numerator), _row(fit.denominator)
 
     def _first(self, name: str, side: str) -> int:
-        """Return the first coefficient that a shift of factors touches; constants stay, but for a0 with "shared"."""
+        """Return the first coefficient that a shift of factors touches; constants stay, except a0 with "shared"."""
         if side == "numerator":
             return 0 if self.configs[name].tuning == "shared" else 1
         return 1 if self.rational(name).form == "abs_of_sum" else 0

@@ -48,7 +48,7 @@ _WITHOUT_FIT: Any = (
     *(nn.ELU, nn.CELU, nn.SELU, nn.GLU, nn.Hardtanh, nn.Hardsigmoid, nn.LogSigmoid, nn.RReLU, nn.Softplus),
     *(nn.Softshrink, nn.Softsign, nn.Tanhshrink, nn.Hardshrink, nn.Threshold, nn.PReLU, nn.GELU),
 )
-"""Activations, but for subclasses of those above; softmax and its like are none."""
+"""Activations, except subclasses of those above; softmax and the like do not count."""
 # Leaves of models' own classes that are activations by name (BloomGelu).
 _NAMED_LIKE = re.compile(r"gelu|relu|silu|swish|mish|tanh|sigmoid|activation", re.IGNORECASE)
 # Fields of configs that hold the width of an MLP.

@@ -110,7 +110,7 @@ class SineLowRankConfig:
         return float(table[max((rank for rank in table if rank <= self.rank), default=min(table))])
 
     def gain_for(self, d_in: int) -> float:
-        """Return g of a linear with so many inputs."""
+        """Return g of a linear with this many inputs."""
         if self.gain is not None:
             return float(self.gain)
         return 1.0 if self.activation in _HOMOGENEOUS else float(d_in) ** 0.5
