@@ -1,4 +1,4 @@
-"""Keeps the numbers of the README and the documentation equal to those of the studies.
+"""Keep the numbers of the README and the documentation equal to those of the studies.
 
     python tools/figures.py                     # fill in every block of README.md and docs/; `make figures`
     python tools/figures.py --check             # only say which blocks would change

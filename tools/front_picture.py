@@ -1,4 +1,4 @@
-"""Draws docs/front.png, the README's picture: evaluation loss over training time, of a short and of a longer run.
+"""Draw docs/front.png, the README's picture: evaluation loss over training time, of a short and of a longer run.
 
     python tools/front_picture.py
 

@@ -351,7 +351,7 @@ def _warn_of_untrained(held: set[int]) -> None:
 def _warn_of_bypassed(held: set[int]) -> None:
     """Warn of branches that got no gradient while the dense weights beside them did: nobody calls these layers.
 
-    What `augment` reads in the code of a model's forward is known before; this also finds what that does not show.
+    `augment` knows what the code of a model's forward shows; this also finds what it does not.
     """
     bypassed = []
     for layer, tensors in _branches():

@@ -150,12 +150,12 @@ def not_a_number(what: str) -> Callable[[Bench, int], Outcome]:
 
 
 def reader(bench: Bench, number: int) -> Outcome:
-    """The process that reads data is killed: the run says so, and resumes from its checkpoint."""
+    """The data-loading process is killed: the run says so, and resumes from its checkpoint."""
     at = bench.random.randint(1, 11)
     settings = {**SHORT, "dataloader_workers": 1, "arm": f"training_helpers:lose_reader,at={at}"}
     whole, out = bench.whole(**settings), bench.new()
     answer = bench.server.run(out, fault=True, **settings)
-    if answer["exit"] != 2 or "reads data died" not in answer["error"]:
+    if answer["exit"] != 2 or "data-loading process died" not in answer["error"]:
         return f"at {at}: {answer}"
     _, damaged = newest_valid(out / "checkpoints")
     return f"damaged: {damaged}" if damaged else bench.ends_the_same(out, whole, **settings)

@@ -92,8 +92,8 @@ def run_convert(arguments: list[str]) -> None:
 
 
 def _find_settings(name: str) -> Any:
-    """Return the class with a method's settings, from its folder's config.py where it has one: that needs no torch,
-    which takes seconds to import and which every method's package imports."""
+    """Return the class with a method's settings, from its folder's config.py where it has one: that avoids the
+    seconds of importing torch, as every method's package does."""
     methods = Path(find_spec("nonlinear_lowrank.methods").origin).parent  # type: ignore[union-attr, arg-type]
     for place in sorted(methods.glob("*/config.py")):
         spec: Any = spec_from_file_location(f"nlr_settings_of_{place.parent.name}", place)

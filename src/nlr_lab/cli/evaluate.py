@@ -43,8 +43,8 @@ class EvaluateOptions:
     """Form of the local commonsense tests: choices compared by log-likelihood, as lm-eval does, or the
     answer looked for in generated text, as LLM-Adapters, DoRA and the sine papers do; default: choices."""
     prompt: Literal["alpaca", "llm-adapters"] | None = None
-    """With --format generate: the prompt that the model was tuned with, that of nlr finetune or that of LLM-Adapters'
-    release, which is indented; default: alpaca."""
+    """With --format generate: the prompt that the model was tuned with, nlr finetune's or that of LLM-Adapters'
+    release (indented); default: alpaca."""
     beams: int | None = None
     """With --format generate: beams of the search; 1 is greedy; default: 4."""
     num_fewshot: int | None = None

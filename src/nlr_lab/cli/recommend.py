@@ -1,4 +1,4 @@
-"""`nlr recommend MODEL`: which method, of which rank, where, and what gain to expect, by a ladder's laws."""
+"""`nlr recommend MODEL`: the best method, rank and place, and the gain to expect, by a ladder's laws."""
 
 import json
 from collections import Counter

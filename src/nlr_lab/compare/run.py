@@ -108,7 +108,7 @@ def compare(
         quiet: print nothing.
         command: how to repeat this, for the report; by default this process' own command line.
         clock: seconds, for `max_seconds`.
-        trials: what is run, where that does not follow from the recipe.
+        trials: the kind of run, where the recipe does not imply it.
 
     Raises:
         UserError: arms, learning rates or seeds that make no comparison; a folder that cannot be used, or holds a

@@ -119,7 +119,7 @@ class Measurement:
     trainable: dict[str, int] = field(default_factory=dict)
     """Parameters that are trained."""
     active: dict[str, int | None] = field(default_factory=dict)
-    """Parameters that one token meets, which are not all where there are experts."""
+    """Parameters that one token meets: with experts not all."""
     flops: dict[str, float | None] = field(default_factory=dict)
     """FLOPs of matrix products, forward, per token; None where they could not be counted."""
     times: dict[str, list[float]] | None = None

@@ -2,7 +2,7 @@
 
 `score_answers` is the evaluation of LLM-Adapters (Hu et al., arXiv:2304.01933, commonsense_evaluate of their release):
 of what is written before another "### Response:", the first occurrence of a possible answer counts, wherever it is.
-The prompts are that of `nlr finetune` and that of the release, whose indent is a slip that its models have learned.
+The prompts are those of `nlr finetune` and of the release, whose accidental indent its models have learned.
 """
 
 import contextlib

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".obj", ".ply", ".stl", ".npz")
 
-_FARTHEST = 1e150  # whose square is a number
+_FARTHEST = 1e150  # its square is finite
 _WAYS = np.array([[0.36, 0.48, 0.8], [-0.6, 0.64, 0.48], [0.48, -0.8, -0.36]])  # no axis, on which edges often lie
 
 

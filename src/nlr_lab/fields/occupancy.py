@@ -50,7 +50,7 @@ _CREASE = np.cos(np.radians(35))  # facets that turn further from their surround
 
 
 def prepare(settings: OccupancySettings) -> "OccupancyProblem":
-    # All that the fit will hold at once, asked before anything is taken; log-odds are 4 bytes and copied once.
+    # All that the fit will hold at once, checked before allocating; log-odds are 4 bytes and copied once.
     check_grids(
         resolution=(settings.resolution, 5 if settings.surface_share else 1),
         held_out=(settings.held_out, 1),

@@ -139,7 +139,7 @@ def free_cores(seconds: float = 0.5) -> float:
 
 
 def let_threads_sleep() -> None:
-    """Have threads that wait sleep, not spin (which is faster on free cores), where others use the cores.
+    """Make waiting threads sleep, not spin (faster on free cores), where others use the cores.
 
     To be called before torch is imported.
     """

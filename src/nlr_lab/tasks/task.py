@@ -370,7 +370,7 @@ def _describe(setting: str, value: str, fingerprint: str) -> dict[str, Any]:
     if path.is_file():
         return {"name": path.name, **_hashed({path.name: path})}
     if (path / "recipe.json").is_file() and (path / "model").is_dir():
-        path = path / "model"  # of a run folder that is what is read
+        path = path / "model"  # the part of a run folder that is read
     return {"name": path.name, **_hashed({str(file.relative_to(path)): file for file in visible_files(path)})}
 
 

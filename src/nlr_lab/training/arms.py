@@ -3,8 +3,7 @@
 `nonlinear-query+noble:rank=64` has nonlinear queries, and NOBLE on the remaining linears. The settings of an arm of
 several methods are those of its parts by their names: {"nonlinear-query": {}, "noble": {"rank": 64}}. Parts are applied
 by stage, whatever their order: experts or a wider MLP first, which draw plain linears; then methods that take linears
-of certain names; then those that take every linear there is, which leave out what another one has taken; and norms
-around projections last.
+of certain names; then those that take every linear that is left; and norms around projections last.
 """
 
 import difflib
@@ -179,7 +178,7 @@ class Arm:
             for option in options:
                 key, _, value = (each.strip() for each in option.partition("="))
                 if key.partition(":")[0] in ARM_METHODS:
-                    raise UserError(f"the arm {text!r} has another one in it, {option!r}; put a space between arms")
+                    raise UserError(f"the arm {text!r} contains another one, {option!r}; put a space between arms")
                 if not key or not value:
                     raise UserError(
                         f"cannot read {option!r} in the arm {text!r}; settings are key=value, as in rank=64"

@@ -193,8 +193,8 @@ class WideMlp(Sized):
         wide-mlp:match=noble-r64,by=flops         the same by FLOPs
 
     The last two are resolved by a comparison that has the other arm, and are then written with the width that was
-    found, `wide-mlp:match=noble-r64,hidden=408`. The MLPs are rebuilt with the init that the arm's other linears have,
-    all else keeps its draws, and the config updated, so that the model is saved and loaded as a plain one of that size.
+    found, `wide-mlp:match=noble-r64,hidden=408`. The MLPs are rebuilt with the init of the arm's other linears, all
+    else keeps its draws, and the config is updated, so that the model is saved and loaded as a plain one of that size.
     Known are pairs fc1, fc2 (OPT, ViT) and gated ones (GLM's gate_up_proj, Llama's and EuroBERT's gate_proj and
     up_proj, each with down_proj).
     """

@@ -205,7 +205,7 @@ class RunTrainer(Trainer):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer does; `resume_from_checkpoint` is a checkpoint's path or None.
 
-        UserError where the checkpoint cannot be resumed from, or a process that reads data died; DivergedError where
+        UserError where the checkpoint cannot be resumed from, or a data-loading process died; DivergedError where
         the loss, or a weight, is not finite.
         """
         self._started = time.monotonic()
@@ -214,7 +214,7 @@ class RunTrainer(Trainer):
             deepspeed.check_readable(folder, self.checkpoints, processes=self.args.world_size, **here)
             self._started -= json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["seconds"]
             resume_from_checkpoint = str(folder)
-        # torch's handler of SIGCHLD raises inside whatever runs when a process that reads data dies: a checkpoint, a
+        # torch's handler of SIGCHLD raises inside whatever runs when a data-loading process dies: a checkpoint, a
         # message, another exception's handling. Without it torch notices when it waits for the next batch, in 5 s.
         before, signal_handling._SIGCHLD_handler_set = signal_handling._SIGCHLD_handler_set, True
         try:
@@ -230,7 +230,7 @@ class RunTrainer(Trainer):
             if not (dead and self.args.dataloader_num_workers):
                 raise
             raise UserError(
-                f"a process that reads data died at step {self.state.global_step} ({one_line(error)}); "
+                f"a data-loading process died at step {self.state.global_step} ({one_line(error)}); "
                 f"{self._last_good()}; if memory ran out lower --train.dataloader-workers, and continue with --resume"
             ) from error
         finally:

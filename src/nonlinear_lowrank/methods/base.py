@@ -134,7 +134,7 @@ class Method:
     controls: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Arms of comparisons that change one factor of the method and keep the rest: config fields by the arm's name."""
     budgeted: ClassVar[bool] = False
-    """True where its config has a `rank_ratio` and `added` says what layers of it add, so that a budget can be met."""
+    """True where its config has a `rank_ratio`, and `added` gives its layers' cost, so that a budget can be met."""
 
     def is_target(self, module: nn.Module) -> bool:
         """Return whether the method can replace this module: a plain linear, unless overridden."""

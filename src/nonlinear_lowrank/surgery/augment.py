@@ -1,4 +1,4 @@
-"""Swaps a model's modules for a method's layers, in place; reports what was swapped and what was skipped."""
+"""Swap a model's modules for a method's layers, in place; report what was swapped and skipped."""
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -174,8 +174,8 @@ def _planned(model: nn.Module) -> tuple[dict[nn.Module, SplitLinear], dict[str, 
 def drawn_whole(model: nn.Module) -> Iterator[None]:
     """Let a model's init, inside a `with` block, draw the fused tensors of its split linears, as in the plain model.
 
-    The parts' tensors that are not loaded then get their rows of what was drawn. Inits that draw the weights of an
-    attention (T5's) find one that counts as loaded where a layer has none.
+    The parts' tensors that are not loaded then get their rows of what was drawn. Inits that draw an attention's
+    weights (T5's) find one marked as loaded where a layer has none.
     """
     new: dict[nn.Module, Any] = {each: _undrawn(each) for each in model.modules() if isinstance(each, SplitLinear)}
     found = [each for each in model.modules() if _is_bare(each)]

@@ -343,7 +343,7 @@ def test_dead_data_reader_is_named_and_the_run_resumes(server, tmp_path):
     out, whole = tmp_path / "out", tmp_path / "whole"
     answer = server.run(out, fault=True, **settings)
     assert answer["exit"] == 2
-    assert re.search(r"reads data died at step \d+ .*last good checkpoint is .*--resume", answer["error"])
+    assert re.search(r"data-loading process died at step \d+ .*last good checkpoint is .*--resume", answer["error"])
     newest, damaged = newest_valid(out / "checkpoints")
     assert newest.name in ("step-000004", "step-000006", "step-000008")
     assert not damaged

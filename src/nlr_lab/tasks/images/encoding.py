@@ -160,7 +160,7 @@ def _encode(
     """Return the sequence of each image, (N, L) uint32, in a file that a killed run may have begun: a batch's class
     tokens, which are never 0, are written when its codes are on disk."""
     try:
-        rows = np.load(file, mmap_mode="r+")  # which fills up what is cut short
+        rows = np.load(file, mmap_mode="r+")  # extends a truncated file
     except (OSError, ValueError, EOFError):
         rows = np.lib.format.open_memmap(file, "w+", np.uint32, (len(images), config.sequence_length))
     quiet = not progress or not sys.stderr.isatty()

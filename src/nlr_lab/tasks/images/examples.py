@@ -85,7 +85,7 @@ class ImageExamples(Examples):
 
     def __init__(self, images: Images, pixels: Pixels) -> None:
         self.images, self.pixels = images, pixels
-        # Shared with processes that read data ahead, so that what they cannot read is counted here.
+        # Shared with data-loading processes, so that images they cannot read are counted here.
         self._unreadable = torch.zeros(len(images), dtype=torch.bool).share_memory_()
         self._places: Sequence[int] = range(len(images))
 

@@ -135,7 +135,7 @@ def mixture_of(source: str) -> tuple[tuple[str, float], ...]:
         if not 0 < value < math.inf:
             raise UserError(f"cannot read {part.strip()!r} in the mixture {source!r}; {_MIXTURE}")
         if name in parts:
-            raise UserError(f"{name!r} is twice in the mixture {source!r}; add its weights up")
+            raise UserError(f"{name!r} occurs twice in the mixture {source!r}; add its weights up")
         parts[name] = value
     total = sum(parts.values())
     return tuple((name, value / total) for name, value in parts.items())

@@ -158,7 +158,7 @@ def encode(
 def _bytes_to_ends(text: str, offsets: Sequence[tuple[int, int]]) -> np.ndarray:
     """Return the UTF-8 bytes from the end of the token before to the end of each token, whose offsets are characters.
 
-    So white space that a tokenizer drops belongs to the token after it; what follows the last token is in no count.
+    So white space that a tokenizer drops belongs to the token after it; what follows the last token is not counted.
     """
     codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
     widths = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)

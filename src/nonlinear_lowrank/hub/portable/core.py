@@ -9,7 +9,7 @@ from transformers import conversion_mapping
 
 
 class Layer:
-    """Mark of the layers of this file; each has `reset_parameters`, and lists tensors that stay in float32."""
+    """Base of the layers of this file; each has `reset_parameters`, and lists tensors that stay in float32."""
 
     float32: tuple[str, ...] = ()
     reset_parameters: Callable[[], None]
@@ -70,7 +70,7 @@ class AugmentedModel:
     def initialize_weights(self) -> None:
         """Draw as the plain model does, then the new layers by their own init; skip what was loaded."""
         new = [layer for layer in _layers(self) if not getattr(layer, "_is_hf_initialized", False)]
-        # Inits that draw the weights of an attention (T5's) find one that counts as loaded where a layer has none.
+        # Inits that draw an attention's weights (T5's) find one marked as loaded where a layer has none.
         found = [each for each in _layers(self) if hasattr(each, "shape") and not _has_weight(each)]
         inside = {own for each in found for own in each.modules() if own is not each}
         bare = {each: _stand_in(each) for each in found if each not in inside}

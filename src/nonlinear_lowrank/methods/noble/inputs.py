@@ -1,4 +1,4 @@
-"""NOBLE layers that read one input: which they are, and what the first of them that is called computes for all.
+"""NOBLE layers that read one input: how they are found, and what the first one called computes for all.
 
 Query, key and value of an attention are a group, and so are the gate and up projections of a gated feed-forward.
 `SharedDown` is `NobleConfig(share_down="qkv")`, `NobleGroup` is `NobleConfig(fuse_shared_inputs=True)`. Results are

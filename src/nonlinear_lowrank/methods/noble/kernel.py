@@ -79,7 +79,7 @@ def forward_kernel(h, mix, f1, p1, f2, p2, c2, T, R: tl.constexpr, BT: tl.conste
 @triton.jit
 def down_kernel(x, down, mix, f1, p1, f2, p2, h, c2, T, D: tl.constexpr, R: tl.constexpr, BT: tl.constexpr,
                 BN: tl.constexpr, BK: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """h = x Wdown^T and c2 for r <= BN; c1 and c2 are made of h as it is stored, since backward makes them so again."""
+    """h = x Wdown^T and c2 for r <= BN; c1 and c2 come from h as stored, since backward recomputes them so."""
     first = tl.program_id(0) * BT
     columns = tl.arange(0, BN)
     total = tl.zeros([BT, BN], tl.float32)

@@ -163,7 +163,7 @@ class NonlinearQueryMethod(Method):
         return layer.train(module.training)
 
     def roles(self, layer: nn.Module) -> Mapping[str, Role]:
-        # The matrices stand where a dense one stood, which Muon would take: arms must not differ in that too.
+        # The matrices replace a dense one, which Muon would take: arms must not differ in that too.
         table = {name: Role(f"query.{name[6:]}", muon=True) for name in ("query_down", "query_up", "query_weight")}
         vectors = ("query_norm_weight", "query_out_weight", "query_out_bias", "query_bias")
         table |= dict.fromkeys(vectors, Role("query.norm", decay=False))

@@ -328,7 +328,7 @@ class NoraActivation(TensorLayer):
         return limit ** -torch.arange(first, first + count, dtype=torch.float32)
 
     def _start(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return what the coefficients start from where they are trained themselves."""
+        """Return the start of coefficients that are trained themselves."""
         if self.configs[name].tuning == "rational":
             return self.theta(name)
         fit = replace(self.rational(name), activation="gelu").fit()

@@ -94,7 +94,7 @@ class RationalConfig:
                 check_integer(name, getattr(self, name), minimum=1)
 
     def fit(self) -> RationalFit:
-        """Return the fit that the coefficients start from; raise UserError where it is not said what to fit."""
+        """Return the fit that the coefficients start from; raise UserError where no function is given."""
         return fit_rational(self._formula(), form=self.form, degrees=self.degrees, fit_range=self.fit_range)
 
     # Settings never change, and torch.compile(dynamic=True) would make symbols of their floats.

@@ -269,7 +269,7 @@ def _coefficients(ratio: Ratio) -> tuple[Tensor, Tensor]:
 
 
 def _signed(dsizes: Tensor | None, ratio: Ratio) -> Tensor | None:
-    """Return the denominator's gradient by that of what the form evaluates: coefficients, or their sizes."""
+    """Return the denominator's gradient from that of the evaluated coefficients, or their sizes."""
     if dsizes is None or ratio.form == "abs_of_sum":
         return dsizes
     return torch.where(ratio.denominator < 0, -dsizes, dsizes)

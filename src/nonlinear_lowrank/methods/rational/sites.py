@@ -1,4 +1,4 @@
-"""Finds a model's activation modules: which can become rational functions, and which are skipped and why.
+"""Find a model's activation modules: those that can become rational functions, and those skipped, with the reason.
 
 Found by type: transformers' ACT2FN classes and torch.nn's. A found one is a `Site`, with the width of its input where
 the neighbouring matrices or the config tell. A module that several places hold is a site in each of them, since they
@@ -9,8 +9,8 @@ need not stay alike. Skipped:
 - activations without a fit;
 - functions, `torch.tanh(x)` or `ACT2FN[name](x)` in a forward: no module is there to swap (see `forward_code`).
 
-Adapters of peft's protocol are looked through where they tell what they were put around (`original()`, ours), and
-hide what is in them where they do not. peft itself is not imported.
+Adapters of peft's protocol are looked through if they give the module they wrap (`original()`, ours); others
+hide what is in them. peft itself is not imported.
 """
 
 import re
