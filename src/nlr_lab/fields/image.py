@@ -60,7 +60,7 @@ def read_image(source: str) -> np.ndarray:
 
         return load_sample_image(EMBEDDED[source])
     if not Path(source).is_file():
-        raise UserError(f"{source} is no such file; name an image file, or one of {', '.join(EMBEDDED)}")
+        raise UserError(f"no such file: {source}; name an image file, or one of {', '.join(EMBEDDED)}")
     pixels = over_white(read_pixels(Path(source), upright=True))
     return np.rint(pixels * 255).astype(np.uint8)
 

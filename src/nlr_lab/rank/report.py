@@ -257,7 +257,7 @@ def _matrices(path: Path, omega: float | None) -> _Matrices:
         yield from _deltas(path, tensors)
     else:
         if path.is_file() and path.suffix != ".safetensors":
-            raise UserError(f"{path} is no .safetensors file; name one, or the folder of a model or an adapter")
+            raise UserError(f"{path} is not a .safetensors file; name one, or the folder of a model or an adapter")
         tensors = _Tensors(path) if path.is_file() else _Tensors(*weight_files(path))
         if (path / "config.json").is_file():
             config = read_json(path / "config.json")

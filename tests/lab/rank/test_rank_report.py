@@ -256,7 +256,7 @@ def test_wrong_inputs_give_one_line(tmp_path, capsys):
         ([empty], "has no weights"),
         ([tmp_path / "flat.safetensors"], "no floating-point tensor of two or more dimensions"),
         ([tmp_path / "cut.safetensors"], "not a whole safetensors file"),
-        ([tmp_path / "weights.bin"], "is no .safetensors file"),
+        ([tmp_path / "weights.bin"], "is not a .safetensors file"),
         ([model], "model.layers.1.mlp.up_proj: the matrix has numbers that are not finite"),
         ([model, "--include", "nothing"], "whose name matches 'nothing'"),
         ([model, "--include", "("], "is not a regular expression"),
