@@ -147,7 +147,7 @@ COLUMNS = (
 )
 _SHORT = {
     r"output head|tied to an embedding|named like an output head": "output head",
-    r"rank \d+ is not low for .*": "too small for the rank",
+    r"rank \d+ is too high for .*": "too small for the rank",
     r"the forward of (\w+) takes its .*": r"bypassed by \1",
     r"is a (\w+), a linear with a forward of its own": r"\1",
 }

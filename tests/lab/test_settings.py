@@ -152,13 +152,13 @@ WRONG = [
     (shape, {"mesh_resolution": 20_000}, "mesh_resolution 20000: so many"),
     (shape, {"source": "nothing.obj"}, "there is no mesh 'nothing.obj'"),
     (plan, {"gpus": 7}, "a batch of 64 sequences does not split over 7 GPUs"),
-    (step, {"ranks": (32,)}, "rank 32 is not low"),
+    (step, {"ranks": (32,)}, "rank 32 is too high"),
     (step, {"width": 30, "heads": 4}, "must be a multiple of 2 x heads"),
     (step, {"kv_heads": 3}, "kv_heads must divide"),
     (step, {"clock": "cuda"}, "the clock 'cuda' is for --device cuda"),
     (step, {"methods": ("magic",)}, "unknown method 'magic'"),
     (OpBenchConfig, {"hidden": 32, "ranks": (4,), "groups": 7}, "7 groups do not divide 32"),
-    (TrafficBenchConfig, {"ranks": (1024,)}, "rank 1024 is not low"),
+    (TrafficBenchConfig, {"ranks": (1024,)}, "rank 1024 is too high"),
 ]
 
 

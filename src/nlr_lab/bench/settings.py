@@ -68,7 +68,7 @@ class TrafficBenchConfig:
             if not 0 < getattr(self, name) <= 1:
                 raise UserError(f"{name} must be above 0 and at most 1, got {getattr(self, name)!r}")
         if max(self.ranks) >= min(self.width, self.hidden):
-            raise UserError(f"rank {max(self.ranks)} is not low; choose ranks below {min(self.width, self.hidden)}")
+            raise UserError(f"rank {max(self.ranks)} is too high; choose ranks below {min(self.width, self.hidden)}")
 
     @property
     def tokens(self) -> int:
@@ -83,7 +83,7 @@ def _check(config: Any) -> None:
         values = value if isinstance(value, tuple) else (value,)
         if not values or len(set(values)) < len(values):
             given = " ".join(map(str, values)) or "none"
-            raise UserError(f"{field.name} must be different, and at least one, got {given}")
+            raise UserError(f"{field.name} needs one or more different values, got {given}")
         for each in values:
             if type(each) is int:
                 check_integer(field.name, each, minimum=1)
@@ -143,7 +143,7 @@ class BenchConfig(TimedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if max(self.ranks) >= min(self.width, self.hidden):
-            raise UserError(f"rank {max(self.ranks)} is not low; choose ranks below {min(self.width, self.hidden)}")
+            raise UserError(f"rank {max(self.ranks)} is too high; choose ranks below {min(self.width, self.hidden)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,7 @@ def run_plan(arguments: list[str]) -> None:
         arms = resolve_matches(recipe, arms)
     names = [arm.name for arm in arms]
     if double := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"two arms are called {double!r}; omit one, or give one of them another with ,name=...")
+        raise UserError(f"two arms are called {double!r}; omit one, or rename one with ,name=...")
     for arm in arms:
         model = task.build_on_meta()
         check_length(model, options.sequence_length)

@@ -38,7 +38,7 @@ DIFFERENT = {
     "lr_scheduler_type": ("schedule", "use {}: linear, cosine, constant or wsd, each after the warm-up"),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), ("betas", "use {}, which takes both: --betas 0.9 0.98")),
     "optim": ("optimizer", "use {}: adamw or muon"),
-    "fp16": ("bf16", "use {}; training in float16 is not offered"),
+    "fp16": ("bf16", "use {}; training in float16 is not supported"),
     "data_seed": ("seed", "use {}, which is the data's too"),
     "eval_strategy": ("eval_every", _EACH),
     "save_strategy": ("save_every", _EACH),

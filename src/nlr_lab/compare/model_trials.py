@@ -351,7 +351,7 @@ def resolve_matches(recipe: Recipe, arms: Sequence[Arm]) -> list[Arm]:
         hidden = _matching_width(recipe, arm, named[wanted])
         given = _own(arm).get("hidden", hidden)
         if given != hidden:
-            raise UserError(f"{arm.name} says hidden={given}, and {hidden} is what matches {wanted}; omit it")
+            raise UserError(f"{arm.name} sets hidden={given}, but {hidden} matches {wanted}; omit it")
         resolved.append(_with_hidden(arm, hidden))
     return resolved
 

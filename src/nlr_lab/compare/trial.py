@@ -365,7 +365,7 @@ class Plan:
             raise UserError(f"a comparison needs at least two arms, such as: {trials.example}")
         for name in names:
             if names.count(name) > 1:
-                raise UserError(f"two arms are called {name!r}; give one of them another with ,name=...")
+                raise UserError(f"two arms are called {name!r}; rename one with ,name=...")
         check_integer("seeds", count, minimum=1)
         check_integer("max_extensions", max_extensions, minimum=0)
         if len(grid) == 1 or len(set(grid)) < len(grid) or any(not 0 < rate < math.inf for rate in grid):

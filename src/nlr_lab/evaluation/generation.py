@@ -112,7 +112,7 @@ def sample_images(model: Any, codec: ImageCodec, classes: Sequence[int], each: i
     if theirs != ours:
         raise UserError(
             f"the model has {theirs[0]} codes, {theirs[1]} classes and a grid of {theirs[2]} x {theirs[3]}, and the "
-            f"image tokenizer beside it {ours[0]}, {ours[1]} and {ours[2]} x {ours[3]}; they do not belong together"
+            f"image tokenizer beside it {ours[0]}, {ours[1]} and {ours[2]} x {ours[3]}; they do not match"
         )
     tokens = codec.rows * codec.columns
     if sampling.max_new_tokens is not None:

@@ -32,7 +32,7 @@ def check_room(nbytes: int, what: str) -> None:
     """Raise UserError where something would take more memory than is free."""
     free = free_memory()
     if nbytes > free:
-        raise UserError(f"{what} takes {nbytes:,} bytes of memory, of which {free:,} are free; give a smaller one")
+        raise UserError(f"{what} takes {nbytes:,} bytes of memory, and {free:,} are free; give a smaller one")
 
 
 def read_array(path: Path) -> np.ndarray:

@@ -52,10 +52,10 @@ def read_json(path: Path, hint: str = "restore it, or use another folder", **kin
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged, {one_line(error)}; {hint}") from error
     if not isinstance(found, dict):
-        raise UserError(f"{path} holds no JSON object, as ours does; {hint}")
+        raise UserError(f"{path} does not hold a JSON object; {hint}")
     for key, kind in kinds.items():
         if not isinstance(found.get(key), kind):
-            raise UserError(f"{path} has no {key!r}, as ours has; {hint}")
+            raise UserError(f"{path} has no valid {key!r}; {hint}")
     return found
 
 

@@ -120,7 +120,7 @@ class Ladder:
         for name in ("widths", "tokens"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
-                raise UserError(f"{name} needs at least one value, and none twice; got {list(values)}")
+                raise UserError(f"{name} needs one or more different values; got {list(values)}")
         for width in (*self.widths, *([] if self.next_width is None else [self.next_width])):
             check_integer("width", width, minimum=8)
         if len(set(self.tune_lr)) < 2:

@@ -102,7 +102,7 @@ class Arm:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not isinstance(self.method, str):
-            raise UserError(f"an arm's name and method must be texts, got {self.name!r} and {self.method!r}")
+            raise UserError(f"an arm's name and method must be strings, got {self.name!r} and {self.method!r}")
         if self.dense_init is not None:
             check_dense_init(self.dense_init)
         if not isinstance(self.qk_norm, bool):

@@ -122,7 +122,7 @@ class Augmented(ArmKind):
         for key in settings.keys() & set(_PATTERNS):
             patterns = settings[key] if isinstance(settings[key], list | tuple) else [settings[key]]
             if not all(isinstance(each, str) for each in patterns):
-                raise UserError(f"{key} must be a pattern of names, or a list of them, got {settings[key]!r}")
+                raise UserError(f"{key} must be a pattern of names, or a list of patterns, got {settings[key]!r}")
         self._config(settings)
         return dict(settings)
 

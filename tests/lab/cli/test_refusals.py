@@ -139,7 +139,7 @@ ROWS = [  # a command, and words of the line
     ("recommend llm-demo --tokens 7", "choose --tokens among 20"),
     ("recommend llm-demo --source nowhere.txt", "no such file"),
     ("scale --cache-dir cache --scale huge", "unknown scale 'huge'; choose from demo, small, gpu"),
-    ("scale --cache-dir cache --widths 16 16", "widths needs at least one value, and none twice"),
+    ("scale --cache-dir cache --widths 16 16", "widths needs one or more different values"),
     ("scale --cache-dir cache --widths 17", "width 17 does not split into 1 heads of even size"),
     ("scale --cache-dir cache --tokens 0", "tokens must be "),
     (

@@ -85,7 +85,7 @@ def test_a_zip_that_unpacks_to_more_than_there_is_memory(tmp_path, monkeypatch):
     raw[place + 24 : place + 28] = struct.pack("<I", 0xFFFFFFF0)  # the size that the directory states
     (tmp_path / "a.npz").write_bytes(raw)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: types.SimpleNamespace(available=1 << 30))
-    assert_refused_cheaply(read_arrays, tmp_path / "a.npz", "memory, of which")
+    assert_refused_cheaply(read_arrays, tmp_path / "a.npz", "of memory, and")
     (tmp_path / "b.npz").write_bytes(raw[: len(raw) // 2])
     assert_refused_cheaply(read_arrays, tmp_path / "b.npz", "not a readable .npz file")
 

@@ -308,7 +308,7 @@ def test_requests_that_cannot_be_drawn(trained):
         (codec, [2], 1, Sampling(), "classes 0 to 1, got 1 of"),
         (codec, [0], 0, Sampling(), "at least one image"),
         (codec, [0], 1, Sampling(max_new_tokens=3), "every image has 4 tokens"),
-        (stranger, [0], 1, Sampling(), "they do not belong together"),
+        (stranger, [0], 1, Sampling(), "they do not match"),
     ):
         assert_refused(message, sample_images, model, tokenizer, classes, each, sampling)
 

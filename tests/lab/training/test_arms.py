@@ -162,9 +162,9 @@ def test_bad_arms(text, message):
     ("fields", "message"),
     [
         *(({"settings": {name: 5}}, f"{name} must be a pattern") for name in ("include", "exclude")),
-        ({"settings": {"include": ["q", 1]}}, "include must be a pattern of names, or a list of them, got"),
+        ({"settings": {"include": ["q", 1]}}, "include must be a pattern of names, or a list of patterns, got"),
         ({"settings": 3}, "must be names with values"),
-        ({"name": 3}, "must be texts"),
+        ({"name": 3}, "must be strings"),
         ({"qk_norm": 1}, "qk_norm must be true or false"),
         ({"method": "noble+rational", "settings": {"rank": 2}}, "must be names with values"),
         ({"method": "noble+rational", "settings": {"sine": {}}}, "'sine' is not one of them"),

@@ -270,7 +270,7 @@ def test_finished_run_is_kept_by_resume_and_replaced_by_overwrite(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"arm": "noble:rank=32"}, "rank 32 is not low"),
+        ({"arm": "noble:rank=32"}, "rank 32 is too high"),
         ({"arm": "training_helpers:no_module"}, "gave back NoneType"),
         ({"tracker": "carrier-pigeon"}, "carrier-pigeon is not supported, only"),
         ({"tracker": "comet_ml"}, "comet_ml is not installed: pip install comet-ml, or --tracker tensorboard"),

@@ -123,7 +123,7 @@ def test_saves_the_input_and_h_alone_for_backward(backend, bf16):
 @pytest.mark.parametrize(
     ("module", "word"),
     [
-        (nn.Linear(8, 4), "r=4 is not low for 0"),
+        (nn.Linear(8, 4), "r=4 is too high for 0"),
         (nn.Conv2d(8, 8, 3), r"kernel \(3, 3\)"),
         (nn.Conv2d(8, 8, 1, groups=2), "2 groups"),
         (nn.Conv2d(8, 8, 1, padding=1), "padding"),

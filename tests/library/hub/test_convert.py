@@ -160,7 +160,7 @@ def test_converting_refuses_in_one_line_and_writes_nothing(plain, tmp_path):
     before = names_of(tmp_path)
     refused = [
         ({"input_dir": tmp_path / "augmented"}, "augmented already"),
-        ({"config": nlr.NobleConfig(rank=32)}, "rank 32 is not low"),
+        ({"config": nlr.NobleConfig(rank=32)}, "rank 32 is too high"),
         ({"up_init": "one"}, "unknown up_init 'one'; choose one of zero, paper"),
         ({"up_init": "paper", "config": EXACT}, "up_init='paper' is for NOBLE's"),
         ({"output_dir": plain, "overwrite": True}, "overlaps the input"),

@@ -456,7 +456,7 @@ def test_two_processes_train_as_one(kind, error, tmp_path):
 
 REFUSED = {
     "the fused name": ({"include": r".*\.wqkv"}, NOBLE, r"'\.\*.*wqkv' matches no linear's whole name"),
-    "rank": ({"include": r"layers.*"}, nlr.NobleConfig(rank=16), r"layers.*qkv_linear\.wk: rank 16 is not low"),
+    "rank": ({"include": r"layers.*"}, nlr.NobleConfig(rank=16), r"layers.*qkv_linear\.wk: rank 16 is too high"),
     "head": ({"include": "lm_head"}, NOBLE, "named like an output head"),
     "one of two": ({"include": r".*\.wk"}, NOBLE, "wk and .*wv share one config in torchtitan; choose both or neither"),
     "shared": ({}, nlr.NobleConfig(rank=4, share_down="qkv"), "share_down and fuse_shared_inputs .* omit them"),

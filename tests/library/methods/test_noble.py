@@ -76,7 +76,7 @@ def test_official_settings_draw_the_bottleneck_in_the_releases_way():
 
 
 def test_rank_must_be_low():
-    with pytest.raises(UserError, match="rank 10 is not low"):
+    with pytest.raises(UserError, match="rank 10 is too high"):
         NobleLinear(12, 10, config=NobleConfig(rank=10))
 
 

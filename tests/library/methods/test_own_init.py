@@ -36,7 +36,7 @@ def test_tensors_with_an_init_of_their_own_keep_it_and_are_named(name, tmp_path)
     own = report.config.own_init
     assert own
     assert all(re.fullmatch(OWN[name], each) for each in own)
-    assert f"init: scratch, but for {', '.join(own)}" in str(report)
+    assert f"init: scratch, except {', '.join(own)}" in str(report)
     patterns = [re.compile(re.escape(each).replace(r"\*", r"\d+")) for each in own]
     for layer in report.swapped:
         for tensor in ("weight", "bias"):
@@ -72,7 +72,7 @@ def test_own_inits_can_be_given_and_trained_weights_have_none():
     assert torch.equal(model[0].weight, first)
     everything = FAMILIES["t5"].build()
     report = nlr.augment(everything, NobleConfig(rank=4, own_init=()), verbose=False)
-    assert "but for" not in str(report)
+    assert "except" not in str(report)
     with pytest.raises(UserError, match="own_init must be a tuple of names, got 'q'"):
         NobleConfig(own_init="q")
 

@@ -79,7 +79,7 @@ def hooked(layer):
 
 
 REFUSED = {
-    "rank": ({"config": NobleConfig(rank=32)}, "rank 32 is not low"),
+    "rank": ({"config": NobleConfig(rank=32)}, "rank 32 is too high"),
     "no config": ({"config": {"rank": 2}}, "not the config of a method"),
     "class": ({"config": nlr.NobleConfig}, r"not its class: NobleConfig\(...\)"),
     "adapter's": ({"config": nlr.SineLoraConfig()}, "give it to peft.get_peft_model"),

@@ -112,7 +112,7 @@ MODELS = {
         lambda: nn.ModuleDict({"wide": nn.Linear(32, 32), "gate": nn.Linear(32, 1), "narrow": nn.Linear(32, 4)}),
         ["wide"],
         {"gate": "rank 4 ", "narrow": "rank 4 "},
-        r"rank 4 is not low for gate \(32 -> 1\); choose|gate: rank 4 .*; choose",
+        r"rank 4 is too high for gate \(32 -> 1\); choose|gate: rank 4 .*; choose",
     ),
     "tied": (
         Tied,

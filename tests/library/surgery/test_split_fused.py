@@ -251,7 +251,7 @@ def test_tensors_have_storages_of_their_own():
 REFUSED = {
     "none": ("llama", RANK, {}, "needs a fused projection.* there is none; omit it"),
     "not chosen": ("glm", RANK, {"include": ".*down_proj"}, "needs a fused projection.* there is none; omit it"),
-    "rank": ("phi3", 16, {"include": ".*qkv_proj.*"}, r"qkv_proj\.k_proj: rank 16 is not low"),
+    "rank": ("phi3", 16, {"include": ".*qkv_proj.*"}, r"qkv_proj\.k_proj: rank 16 is too high"),
     "fused name": ("phi3", RANK, {"include": ".*qkv_proj"}, "matches no linear's whole name"),
 }
 

@@ -180,7 +180,7 @@ class NobleAdapterModel(AdapterModel):
         d_in, d_out = matrix.d_in, matrix.d_out
         if config.r >= min(d_in, d_out):
             raise UserError(
-                f"r={config.r} is not low for {name} ({d_in} -> {d_out}); choose an r below {min(d_in, d_out)}, or "
+                f"r={config.r} is too high for {name} ({d_in} -> {d_out}); choose an r below {min(d_in, d_out)}, or "
                 "leave the module out with exclude_modules"
             )
 

@@ -58,7 +58,7 @@ def load_released(model: nn.Module, state: Mapping[str, Tensor], *, verbose: boo
     state = {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}  # of torch.compile
     layers = sorted(name.removesuffix(".lora_down.weight") for name in state if name.endswith(".lora_down.weight"))
     if not layers:
-        raise UserError("the state dict has no '<linear>.lora_down.weight': it is of no model with NOBLELinear")
+        raise UserError("the state dict has no '<linear>.lora_down.weight': it is not of a model with NOBLELinear")
     ours = {_translated(name, layers): tensor for name, tensor in state.items()}
     sizes = {
         (len(ours[f"{layer}.noble_down"]), sum(f"{layer}.noble_phase{k}" in ours for k in (1, 2, 3)))

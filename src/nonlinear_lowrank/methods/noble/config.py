@@ -144,4 +144,4 @@ class NobleConfig(BranchSettings):
     def check_rank(self, d_in: int, d_out: int) -> str | None:
         """Return why a linear d_in -> d_out has no branch of this rank, or None."""
         rank = self.rank_of(d_in, d_out)
-        return None if rank < min(d_in, d_out) else f"rank {rank} is not low for {d_in} -> {d_out}"
+        return None if rank < min(d_in, d_out) else f"rank {rank} is too high for {d_in} -> {d_out}"

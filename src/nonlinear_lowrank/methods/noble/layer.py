@@ -266,7 +266,7 @@ class NobleMethod(Method):
         return replace(config, own_init=find(model, names))
 
     def settings(self, config: Any, layers: Collection[nn.Module]) -> list[str]:
-        found = [f"init: {config.init}" + f", but for {', '.join(config.own_init or ())}" * bool(config.own_init)]
+        found = [f"init: {config.init}" + f", except {', '.join(config.own_init or ())}" * bool(config.own_init)]
         if config.share_down != "none":
             found.append(f"one down projection for each {config.share_down}")
         if config.fuse_shared_inputs:
