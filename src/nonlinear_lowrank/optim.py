@@ -83,7 +83,7 @@ def param_groups(
 
     Returns:
         Groups with "params" (a list of (name, parameter) tuples), "lr", "weight_decay" and "role". transformers'
-        Trainer takes "params" out of them, so call this anew for every optimizer.
+        Trainer takes "params" out of them, so call this again for every optimizer.
 
     Raises:
         UserError: lr or weight_decay is out of range, nothing is trainable, or parameters are given for the model.

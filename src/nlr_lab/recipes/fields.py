@@ -25,7 +25,7 @@ def image_demo() -> FieldRecipe:
     Command: `nlr fit image-demo`, or `nlr compare image-demo`; another image by `--source photo.png --crop 0`.
     Hardware: one CPU core, 1 GB of memory, no network.
     Time: ten seconds a fit, three minutes and a half for the comparison's 21 fits.
-    Expect: more dB from rank 1 to rank 20; sine at rank 5 gave 24.3 dB after 200 steps. It is no evidence.
+    Expect: more dB from rank 1 to rank 20; sine at rank 5 gave 24.3 dB after 200 steps. It is not evidence.
     """
     return FieldRecipe(
         problem=ImageSettings(source="china", crop=192, size=64, points=1024),
@@ -60,7 +60,7 @@ def nerf_demo() -> FieldRecipe:
     Command: `nlr fit nerf-demo`, or `nlr compare nerf-demo`.
     Hardware: one CPU core, 1 GB of memory, no network.
     Time: 40 s of CPU time a fit; under five minutes for the comparison, seven arms at one init and one seed.
-    Expect: 33 dB on the held-out views. It shows the tool at work, and is no evidence.
+    Expect: 33 dB on the held-out views. It shows the tool at work, and is not evidence.
     """
     field = RadianceConfig(width=128, layers=4, view_width=64, spread=0.15)
     return FieldRecipe(
@@ -113,7 +113,7 @@ def occupancy_demo() -> FieldRecipe:
     Command: `nlr fit occupancy-demo`, or `nlr compare occupancy-demo --max-minutes 4`.
     Hardware: one CPU core, 1 GB of memory, no network; the extra `fields`.
     Time: under a minute a fit; the comparison stops before five minutes.
-    Expect: an IoU that rises with the rank. It shows the tool at work, and is no evidence.
+    Expect: an IoU that rises with the rank. It shows the tool at work, and is not evidence.
     """
     return FieldRecipe(
         problem=OccupancySettings(

@@ -133,7 +133,7 @@ def sine_vit_demo() -> Recipe:
     Command: `nlr compare sine-vit-demo --max-minutes 9`, or `nlr train sine-vit-demo`.
     Hardware: 2 CPU cores, 1 GB of memory, no network.
     Time: about a minute of one core for an arm: 420 steps of 0.08 s of CPU time on a busy machine, and evaluations.
-    Expect: most of the 359 test digits right in every arm. It shows the tool at work, and is no evidence.
+    Expect: most of the 359 test digits right in every arm. It shows the tool at work, and is not evidence.
     """
     return _sine_demo(_TINY_VIT, _MLPS, lr=2e-3)
 
@@ -173,7 +173,7 @@ def sine_convnext_demo() -> Recipe:
     Command: `nlr compare sine-convnext-demo --max-minutes 9`, or `nlr train sine-convnext-demo`.
     Hardware: 2 CPU cores, 1 GB of memory, no network.
     Time: about a minute of one core for an arm: 420 steps of 0.07 s of CPU time on a busy machine, and evaluations.
-    Expect: most of the 359 test digits right in every arm. It shows the tool at work, and is no evidence.
+    Expect: most of the 359 test digits right in every arm. It shows the tool at work, and is not evidence.
     """
     backbone = ConvNextBackbone(depths=(1, 1, 2, 1), widths=(16, 32, 64, 128), patch=1, channels=1)
     return _sine_demo(backbone, _LAST, lr=4e-3)

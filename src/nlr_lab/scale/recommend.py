@@ -109,7 +109,7 @@ def recommend(
         budget: "5%" of the parameters or "5% flops"; arms above it are listed, not recommended.
 
     Raises:
-        UserError: the ladder has fewer than two widths at so many tokens, the model is no plain causal language
+        UserError: the ladder has fewer than two widths at so many tokens, the model is not a plain causal language
             model, or the budget cannot be read, or met by NOBLE of rank 1.
     """
     share, kind = (None, "") if budget is None else parse_budget(budget)

@@ -60,7 +60,7 @@ class AdapterSetup:
     """Facts of the task's pretrained model that adapters need."""
 
     head: tuple[str, ...] = ()
-    """Modules that the checkpoint does not have: drawn anew, trained in every arm, saved with the adapter."""
+    """Modules that the checkpoint lacks: newly drawn, trained in every arm, saved with the adapter."""
     targets: tuple[str, ...] = ()
     """Ends of the names of the modules that adapters go on unless the arm names its own; empty: peft's choice."""
     task_type: str | None = None

@@ -234,7 +234,7 @@ class _ProductLayer(SineLayer):
         return isinstance(self.lora_dropout[name], nn.Dropout) or self.activation_sine[name]
 
     def _source(self, names: Sequence[str]) -> Tensor | Callable[[], Tensor] | None:
-        """Give sine-DoRA the weight: a quantized one is dequantized anew in backward, so as not to be saved."""
+        """Give sine-DoRA the weight: a quantized one is dequantized again in backward, so as not to be saved."""
         if not any(name in self.lora_magnitude_vector for name in names):
             return None
         return self.dense_weight() if self.quantization_backend is None else self.original_weight

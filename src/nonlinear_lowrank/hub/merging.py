@@ -120,7 +120,7 @@ def merge_adapter(
         raise UserError(f"a {peft_type} adapter cannot be merged here: {one_line(error)}") from error
     untied |= was_tied and not model.config.tie_word_embeddings
     rounded = None
-    if main is not None:  # quantizing again is no rounding, and is shown but not judged
+    if main is not None:  # requantizing is not rounding: shown but not judged
         _check_same(first_output(model, inputs)[0], before, "the adapter's")
         _round(model, main, types)
         inputs = _floats_to(inputs, main)
@@ -177,7 +177,7 @@ def _round(model: Any, main: torch.dtype, types: Mapping[str, torch.dtype]) -> N
     """Cast merged weights in place; rational coefficients keep their float32, as in every cast."""
     saved = model.state_dict()
     kept = {name: saved[name].to(dtype) for name, dtype in types.items() if name in saved}
-    # Rotary frequencies and their like: loading computes them anew, in float32.
+    # Rotary frequencies and their like: loading recomputes them, in float32.
     kept |= {name: buffer.detach() for name, buffer in model.named_buffers() if name not in saved}
     model.to(main)
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
@@ -188,7 +188,7 @@ def _round(model: Any, main: torch.dtype, types: Mapping[str, torch.dtype]) -> N
 def _check_same(outputs: Tensor, wanted: Tensor, whose: str) -> None:
     """Raise UserError where outputs are further from those of `whose` than rounding within one type explains."""
     got, right = outputs.double(), wanted.double()
-    distance = torch.where(got == right, 0, got - right).square().mean().sqrt().item()  # equal infinities are no fault
+    distance = torch.where(got == right, 0, got - right).square().mean().sqrt().item()  # equal infinities are fine
     size = right[right.isfinite()].square().mean().sqrt().item()
     if not distance <= max(_BOUND, torch.finfo(outputs.dtype).eps ** 0.5) * size:  # NaN is refused too
         far = f"{distance:.2g} away from {whose}, of outputs of {size:.2g} (root mean squares)"

@@ -229,7 +229,7 @@ def _run(x: Any, weight: Any, bias: Any, settings: Any, layout: Any, *flat: Any)
 
 
 class Delta:
-    """One delta and what its gradients need; made anew in forward and in backward, under no_grad.
+    """One delta and what its gradients need; recreated in forward and in backward, under no_grad.
 
     All d_out x d_in tensors are in the weight's layout, (d_in, d_out) where transposed, and in `dtype`, float32 or
     wider. The weight is needed with a magnitude. In C++ the phase is in no tensor; elsewhere `multiply` forms it,

@@ -281,7 +281,7 @@ def _swap(model: nn.Module, method: Method, configs: Mapping[str, Any]) -> dict[
 def _was_loaded(model: nn.Module) -> bool:
     """Return whether from_pretrained made the model.
 
-    transformers notes where a config came from, and a model drawn anew from that config has it too. What was loaded
+    transformers notes where a config came from, and a model newly drawn from that config has it too. What was loaded
     is also marked: each tensor, and, since copies of a model lose those marks, the model itself.
     """
     if not getattr(getattr(model, "config", None), "_name_or_path", ""):

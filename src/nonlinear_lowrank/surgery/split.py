@@ -264,7 +264,7 @@ def apply_splits(model: nn.Module, rows: Iterable[Mapping[str, Any]]) -> None:
     """Split projections of a plain model, real or meta, as `saved_splits` has them; those that are split stay.
 
     Raises:
-        UserError: one is no linear, or has another width.
+        UserError: one is not a linear, or has another width.
     """
     for row in rows:
         parts = Parts(tuple(row["names"]), tuple(row["widths"]), row["groups"])

@@ -177,7 +177,7 @@ def choose_found(
 
 
 def _check_selected(model: nn.Module, select: Collection[str] | None) -> None:
-    """Raise UserError for a name that is no linear's: a choice that is made by scores must not shrink unseen."""
+    """Raise UserError for a name that is not a linear's: a choice by scores must not shrink unseen."""
     if isinstance(select, str):
         raise UserError(f"select must be a list of whole names, got {select!r}; pass patterns as include=")
     modules = dict(model.named_modules()) if select is not None else {}

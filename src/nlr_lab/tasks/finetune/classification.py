@@ -55,11 +55,11 @@ class GlueInfo(NamedTuple):
     folder: str
     """Its folder in GLUE's download."""
     texts: tuple[tuple[str, ...], ...]
-    """Names that each text's column goes by."""
+    """Possible names of each text's column."""
     metrics: tuple[str, ...] = ("accuracy",)
     """The first is the one that choices are made by."""
     label: tuple[str, ...] = ("label",)
-    """Names that the label's column goes by."""
+    """Possible names of the label's column."""
     classes: tuple[str, ...] | None = ("0", "1")
     """Names of the labels 0, 1, ... in files; None: a number from 0 to 5."""
     bare: tuple[str, ...] = ()

@@ -263,7 +263,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
             if b"\0" in line:
                 raise UserError(f"{path}, line {number} is binary (it has a zero byte); give text")
             try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # a byte-order mark is no text
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # a byte-order mark is not text
             except UnicodeDecodeError as error:
                 raise UserError(f"{path}, line {number} is not UTF-8 text; convert it first") from error
             yield number, text
@@ -272,7 +272,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 def read_text(path: Path) -> str:
     """Return the whole of a file, unpacked; raise UserError where it is not text, or takes too much memory."""
     with _reading(path, UnicodeDecodeError), _open(path) as file:
-        return b"".join(bounded(file, str(path))).decode("utf-8-sig")  # a byte-order mark is no text
+        return b"".join(bounded(file, str(path))).decode("utf-8-sig")  # a byte-order mark is not text
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, Any]]:

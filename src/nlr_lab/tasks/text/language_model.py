@@ -265,7 +265,7 @@ class MaskedLanguageModelTask(TextTask):
             for blocks, seed in ((text.train, 0), (text.valid, None))
         )
         facts = {**text.facts, "text_fingerprint": text.fingerprint}
-        facts.pop("valid_bytes_per_token", None)  # a masked token's loss is no measure of the text's bytes
+        facts.pop("valid_bytes_per_token", None)  # a masked token's loss does not measure the text's bytes
         return replace(
             text,
             train=train,

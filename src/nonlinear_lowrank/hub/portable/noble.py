@@ -43,7 +43,7 @@ class NobleBranch(Layer):
         """Take the settings; `first` is the layer whose down projection this one shares, or None."""
         module: Any = self
         self.noble, self.own_init = settings, own_init
-        self.shape, self.owner = width_of(self), () if first is None else (first,)  # in a tuple it is no child
+        self.shape, self.owner = width_of(self), () if first is None else (first,)  # in a tuple it is not a child
         for name, shape in settings.shapes(*self.shape).items():
             if name != "down" or not self.owner:
                 module.register_parameter(f"noble_{name}", nn.Parameter(module.weight.new_empty(shape)))

@@ -345,7 +345,7 @@ def _layer(module: Any, config: NobleConfig) -> nn.Module:
             has_bias = module.bias is not None
             layer = NobleLinear(d_in, d_out, has_bias, config=config, device="meta", dtype=weight.dtype)
         layer.to_empty(device=weight.device)
-        # From scratch too they are the module's own, drawn anew in place, so that whatever else holds them stays tied.
+        # From scratch too they are the module's own, redrawn in place, so that whatever else holds them stays tied.
         layer.dense.weight, layer.dense.bias = kept = [module.weight, module.bias]
     if config.init != "pretrained":
         for tensor in kept:

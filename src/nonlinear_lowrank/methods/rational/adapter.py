@@ -44,7 +44,7 @@ __all__ = ["NoraActivation", "NoraConfig", "NoraModel", "lora_to_nora"]
 class NoraModel(AdapterModel):
     """peft's tuner for NoRA and NoRA++."""
 
-    prefix = "lora_"  # of all tensors, since NoRA++ has LoRA's: loading goes by it
+    prefix = "lora_"  # of all tensors, since NoRA++ has LoRA's: loading relies on it
     layer_classes: ClassVar[Mapping[str, type[nn.Module]]] = {"linear": NoraLoraLinear, "conv1d": NoraLoraLinear}
 
     def report(self, adapter_name: str = "default") -> AugmentReport:

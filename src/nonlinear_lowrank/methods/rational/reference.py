@@ -86,7 +86,7 @@ def denominator_size(degree: int, form: str) -> int:
 
 
 def check(x: Tensor, numerator: Tensor, denominator: Tensor, form: str) -> None:
-    """Raise UserError where these are no arguments of `rational`."""
+    """Raise UserError where these are invalid arguments of `rational`."""
     check_choice("denominator form", form, FORMS)
     groups = numerator.shape[0]
     if numerator.ndim != 2 or denominator.ndim != 2 or groups != denominator.shape[0]:

@@ -98,7 +98,7 @@ class Survey:
 
 
 def formula_of(module: nn.Module) -> str | None:
-    """Return the formula of `reference` that a module computes; None if it is no activation with a fit."""
+    """Return the formula of `reference` that a module computes; None if it is not an activation with a fit."""
     kind = type(module)
     if kind is hf.GELUActivation:
         return "gelu_python" if module.act == getattr(module, "_gelu_python", None) else "gelu"
@@ -160,7 +160,7 @@ def _is_adapter(module: nn.Module) -> bool:
 
 
 def _plain(module: Any) -> Any:
-    """Return what an adapter was put around, None where it does not tell; a module itself where it is no adapter."""
+    """Return what an adapter was put around, None where it does not say; for other modules the module itself."""
     if not _is_adapter(module):
         return module
     return module.original() if callable(getattr(module, "original", None)) else None

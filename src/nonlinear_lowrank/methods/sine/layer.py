@@ -173,7 +173,7 @@ class SineLowRankLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """W (out_features, in_features) in float32 or wider, formed anew at each access; differentiable."""
+        """W (out_features, in_features) in float32 or wider, formed at each access; differentiable."""
         omega, gain = self._settings()
         return lowrank_weight(self.sine_up, self.sine_down, self.sine_config.activation, omega, gain)
 
