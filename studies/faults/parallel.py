@@ -5,7 +5,7 @@
 tests/lab/training/test_distributed.py, larger: a NOBLE language model of four layers of width 128 (dropout 0),
 sine-LoRA and NoRA on a small Llama; DDP and FSDP2 over 2 and 4 gloo processes on this machine, in float64. The last row
 of each number of processes is the NOBLE run with its first third on one process, the second on several, the last on one
-again. Of every logged and evaluated loss the largest relative difference from one process's goes into parallel.json and
+again. The largest relative difference of any logged or evaluated loss from one process's goes into parallel.json and
 parallel.md.
 """
 

@@ -37,7 +37,7 @@ def _attention_backward(dy: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> 
     return int(sdpa_backward_flop_count(dy, q, _all_heads(q, k), _all_heads(q, v)))
 
 
-# Of operators that torch's counter does not know, by the shapes of their arguments. Attention counts whole, as there.
+# FLOPs of operators unknown to torch's counter, by the shapes of their arguments. Attention counts whole, as there.
 _UNKNOWN_TO_TORCH: dict[Any, Callable[..., int]] = {
     torch.ops.aten.addmm_: lambda total, left, right, **_: 2 * left[0] * left[1] * right[1]
 }

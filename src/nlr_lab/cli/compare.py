@@ -49,7 +49,7 @@ class CompareOptions(_Options):
     noble:rank=64,activation=gelu,depth=1, noble:budget=5%, nonlinear-query+noble:rank=64 (both in one model),
     wide-mlp:match=noble-r64 (a plain model with as many parameters as that arm; by=flops: as many FLOPs),
     moe:match=noble-r64,experts=8,active=2 (experts in place of the MLPs, as many FLOPs per token), any of them with
-    optimizer=muon, or your own module:function (model in, model out). Of a pretrained model: full, head, lora:r=4,
+    optimizer=muon, or your own module:function (model in, model out). For a pretrained model: full, head, lora:r=4,
     dora:r=4, peanut:r=4, oft, sine-lora:r=4,omega=200,grid=1e-4/3e-4, sine-dora, nora:r=2, nora++,
     noble-adapter:r=16."""
 

@@ -48,7 +48,7 @@ class TrainOptions(_ModelOptions):
 
     arm: str
     """Arm that is trained. From scratch: baseline, baseline:init=noble, noble:rank=64,activation=gelu,depth=1, or your
-    own module:function (model in, model out). Of a pretrained model: full, head, lora:r=4, dora:r=4, peanut:r=4, oft,
+    own module:function (model in, model out). For a pretrained model: full, head, lora:r=4, dora:r=4, peanut:r=4, oft,
     sine-lora:r=4,omega=200, sine-dora:r=4,omega=200, nora:r=2,groups=8, nora++:r=2,lora_r=8, noble-adapter:r=16;
     low-rank ones may add plus=16 (LoRA+), and all of them lr=3e-4 and target_modules=q_proj/v_proj."""
 

@@ -73,7 +73,7 @@ def measure_arms(
         found.active[arm.name] = active = active_parameters(model)
         if active is not None and active < (total := found.parameters[arm.name]):
             found.notes.append(f"`{arm.name}`: {active:,} of {total:,} parameters are active for a token.")
-        # Of a pretrained model, what is trained says more than a forward pass.
+        # For a pretrained model, what is trained says more than a forward pass.
         found.flops[arm.name] = None if recipe.task.pretrained else forward_flops(model, recipe, prepared)
         if found.flops[arm.name] is None and not recipe.task.pretrained:
             found.notes.append(f"`{arm.name}`: its FLOPs could not be counted.")

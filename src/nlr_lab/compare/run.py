@@ -96,7 +96,7 @@ def compare(
             grid is extended by the grid's own ratio.
         reference: name of the arm that the main tables compare with; by default the first, of neural fields the dense.
         resume: finished runs are used as they are, a half-done run resumes from its checkpoint, missing ones are run.
-            Arms and seeds may be added. Of a finished run its result.json is enough; a neural field's fit of the first
+            Arms and seeds may be added. For a finished run its result.json is enough; a neural field's fit of the first
             seed, whose picture is shown, is run again where its weights are missing.
         overwrite: delete what a former comparison wrote to `out`; other files there stay.
         max_seconds: it ends within this time: no seed and no tuning choice is begun that would exceed it. Where the

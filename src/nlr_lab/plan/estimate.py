@@ -313,7 +313,7 @@ def _training_flops(model: nn.Module, row: LayerCost, trained: Collection[int]) 
     own = list(model.get_submodule(row.name).parameters(recurse=False)) if row.name else []
     if not own or all(id(each) in trained for each in own if each.ndim >= 2):
         return 3 * row.flops
-    # Of a layer whose weight is frozen and whose branch is trained, the branch's share is trained.
+    # In a layer with a frozen weight and a trained branch, the branch's share is trained.
     branch = row.branch_flops if any(id(each) in trained for each in own) else 0
     return 2 * row.flops + branch
 

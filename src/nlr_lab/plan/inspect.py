@@ -3,7 +3,7 @@
 The model is built on the meta device (or given, on any device: it is neither run nor changed), and one training forward
 pass is traced on fake CPU tensors, which have shapes and storages but no contents. On fake CPU tensors, unlike on meta
 ones, autocast casts and attention takes its fused kernel, as on a GPU; so what is saved is what a GPU run in the same
-type saves, apart from a few bytes of kernel state. Of a stack of equal blocks four are traced, see `_shortened`.
+type saves, apart from a few bytes of kernel state. In a stack of equal blocks four are traced, see `_shortened`.
 """
 
 from collections import Counter

@@ -60,7 +60,7 @@ class LayerRank:
     """The largest singular value."""
     stable_rank: float
     ranks: dict[str, int]
-    """By tolerance. Of a sketch a lower bound."""
+    """By tolerance. From a sketch a lower bound."""
     exact: bool
     """False: a sketch of the leading singular values."""
     spectrum: list[tuple[int, float]]

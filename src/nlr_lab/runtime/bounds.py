@@ -21,7 +21,7 @@ from nonlinear_lowrank.validation import one_line
 RESERVE = 100_000_000
 """Bytes of memory that are left free."""
 _PIECE = 16 << 20  # bytes read at a time
-# Of each version of control groups: limit, use, and how the whole group's parts of it begin.
+# For each version of control groups: limit, use, and the prefix of the whole group's parts of it.
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", ""),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes", "total_"),

@@ -190,7 +190,7 @@ def choose_device(name: str, *, dtype: torch.dtype | None = None) -> torch.devic
 def seeded_generator(seed: int, what: int | str) -> torch.Generator:
     """Return a generator of a seed's own draws for `what`, a step or a name.
 
-    Of a seed, torch's CPU generator takes 32 bits: the two are hashed into those.
+    torch's CPU generator takes 32 bits of a seed: the two are hashed into those.
     """
     digest = hashlib.sha256(f"{seed} {what}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))

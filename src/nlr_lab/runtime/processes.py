@@ -26,7 +26,7 @@ _BLIP = 0.25  # of a core: less than that is no load
 _LOAD, _LOOK_EVERY = 0.5, 5.0  # cores that others take for so many seconds: then a run in progress gives way
 # Weak, so that torch.distributed alone keeps a group: one that it has destroyed is gone here too.
 _GROUPS: WeakValueDictionary[str, Any] = WeakValueDictionary()
-# Of each version of control groups: where quota and period are, in microseconds.
+# For each version of control groups: where quota and period are, in microseconds.
 _QUOTAS = (("/sys/fs/cgroup/cpu.max",), ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"))
 
 

@@ -205,7 +205,7 @@ def _limits(rung: Record) -> Iterator[str]:
 def draw(path: Path, results: Record) -> None:
     """Draw each arm's losses over training FLOPs with its law, and its difference and speeds against the width.
 
-    Of the tokens a parameter of the most rungs. Bars are standard deviations of losses, and 95 % intervals elsewhere.
+    Shows the tokens a parameter with most rungs. Bars are standard deviations of losses, and 95 % intervals elsewhere.
     """
     by_tokens: dict[float, list[Record]] = {}
     for rung in results["rungs"]:

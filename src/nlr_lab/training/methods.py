@@ -386,7 +386,7 @@ class Tuning(ArmKind):
         quiet = contextlib.nullcontext() if verbose else contextlib.redirect_stdout(io.StringIO())
         try:
             with warnings.catch_warnings(), quiet:  # some methods say what they found
-                # Of transformers, about a name that peft uses.
+                # From transformers, about a name that peft uses.
                 warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
                 adapted = get_peft_model(model, config)  # type: ignore[arg-type]
         except UserError:

@@ -210,7 +210,7 @@ def rises(curve: Sequence[tuple[int, float]], total_steps: int, untrained: float
                 found[-1].end = step
         elif up:
             found.append(Rise(start=step, peak=loss))
-        # The changes of an explosion would hide it. Of a few one cannot tell yet, short of twice the first entry.
+        # The changes of an explosion would hide it. With few changes one cannot tell yet, up to twice the first entry.
         was_calm, calm = calm, not up or (count < _FEW and loss <= far)
         if was_calm and calm:
             bisect.insort(changes, abs(loss - last))

@@ -229,7 +229,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     for name, value in flatten(recipe.to_dict()).items():
         path = name.rpartition(".")[2] in paths and isinstance(value, str) and PurePath(value).name != value
         if name.startswith(("task.", "train.", "arm.")):
-            # Of a mixture each source is a path.
+            # In a mixture each source is a path.
             shown[name] = ",".join(map(shown_name, value.split(","))) if path else value
     return shown
 

@@ -413,7 +413,7 @@ class RunTrainer(Trainer):
             raise self._diverged(step)
         self._writing.finish()
         states = gather_objects(files.random_state(self.args.device))
-        # Of the training curve's entry that is not closed: a signal does not wait for it.
+        # The open entry of the training curve: a signal does not wait for it.
         window = {"losses": gather_objects(self._tr_loss.item()), "since": self._globalstep_last_logged}
         about = {"step": step, "seconds": self.seconds, "processes": self.args.world_size}
         hint = f"{self._last_good()}; make room and continue with --resume"

@@ -120,7 +120,7 @@ def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module
 def holders(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
     """Return the modules that hold each parameter, with their names, by its id.
 
-    Of peft's modules_to_save the adapter's own copy counts, which takes the place of the original.
+    For peft's modules_to_save the adapter's own copy counts, which replaces the original.
     """
     found: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():

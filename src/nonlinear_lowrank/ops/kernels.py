@@ -26,8 +26,8 @@ _KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 def use_kernels(enabled: bool) -> Iterator[None]:
     """Use the kernels in the block, or do not; backward follows the setting at the time it runs.
 
-    It holds for the whole process, since backward of a GPU's tensors runs in a thread of autograd's. Of the blocks that
-    are open, in any thread, the one entered last decides; a block that ends takes its own setting along and no other.
+    It holds for the whole process, since backward of a GPU's tensors runs in a thread of autograd's. Among open
+    blocks, in any thread, the one entered last decides; a block that ends removes only its own setting.
     On a CPU NOBLE's backward follows its forward.
     """
     switch = (object(), enabled)

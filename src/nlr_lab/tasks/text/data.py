@@ -197,7 +197,7 @@ class TextData(Corpus):
 
     valid_source: str | None = None
     """Held-out text of its own, less the documents that are also in the source; None: a part of the source's
-    documents, chosen by the hash of their content. Of a single document pieces are held out."""
+    documents, chosen by the hash of their content. From a single document pieces are held out."""
     valid_fraction: float = 0.02
     """Part of the documents held out when there is no valid_source; at least one is."""
     tokenizer: str = "bpe"

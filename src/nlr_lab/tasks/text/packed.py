@@ -362,7 +362,7 @@ def _write_tokens(
     complete = lengths is not None and tokenizer.backend_tokenizer.normalizer is None
     values, known = vocabulary_size(tokenizer), True
     count = size = lost = rest = 0
-    # Of training text nobody asks for the bytes.
+    # The bytes of training text are not needed.
     with NpyWriter(path, values) as tokens, NpyWriter(bytes_path or os.devnull, 2**32) as nbytes:
         for batch in _batches(documents):
             texts = [piece for piece, _ in batch if isinstance(piece, str)]
