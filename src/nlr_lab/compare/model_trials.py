@@ -231,8 +231,7 @@ class ModelTrials(Trials):
         self.fingerprint = self.prepared.fingerprint
 
     def in_steps(self) -> TrainConfig:
-        train = self.recipe.train
-        return train if train.steps else train.resolved(len(self.prepared.train))
+        return self.recipe.train.resolved(len(self.prepared.train))
 
     def count_and_time(self, arms: Sequence[Arm], rounds: int, limit: TimeLimit) -> Measurement:
         timed = rounds if limit.seconds is None else max(rounds, PACE_ROUNDS)

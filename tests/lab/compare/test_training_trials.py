@@ -101,6 +101,13 @@ def test_end_to_end_through_the_real_training(tmp_path):
     assert "no spread" in same["delta"]["note"]
 
 
+def test_steps_in_place_of_a_recipes_epochs_are_evaluated_once_an_epoch(tmp_path):
+    recipe = tiny_recipe(tmp_path, epochs=1.0, steps=2, eval_every=0, save_every=0)
+    options = {"seeds": 1, "tune_lr": (), "timing_rounds": 1, "quiet": True}
+    found = compare(recipe, tmp_path / "out", arms=(BASE, NOBLE), **options).results
+    assert [arm["runs"][0]["steps"] for arm in found["arms"]] == [2, 2]
+
+
 def twin(model):
     return model
 
