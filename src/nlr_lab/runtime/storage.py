@@ -154,6 +154,9 @@ def holds_former(folder: Path, marker: str, what: str, *, resume: bool, overwrit
         raise UserError("--resume keeps what is in the folder and --overwrite deletes it; choose one")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; name a folder")
+    above = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise UserError(f"cannot write to {folder}: {above} is not a folder that may be written to")
     names = [child.name for child in folder.iterdir()] if folder.exists() else []
     if all(name == LOCK or name.startswith(TEMPORARY) for name in names):
         return False

@@ -34,6 +34,7 @@ ROWS = [  # a command, and words of the line
     ("compare llm-demo --cache-dir cache --source broken.json", "broken.json is or holds no file of a known kind"),
     ("compare llm-demo --cache-dir cache --tokenizer no/such", "no tokenizer 'no/such' could be loaded"),
     ("train llm-demo --out zero.png", "zero.png is a file; name a folder"),
+    ("train llm-demo --out zero.png/run", "zero.png is not a folder that may be written to"),
     ("fit image-demo --out . --arm dense", ". is not empty; choose another folder"),
     ("compare llm-demo --seeds 0", "--seeds must be a positive integer, got 0"),
     ("compare llm-demo --tune-lr 1e-3 fast", "--tune-lr: cannot be '1e-3', 'fast'"),
