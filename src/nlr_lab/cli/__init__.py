@@ -13,7 +13,7 @@ COMMANDS = {
     "evaluate": ("evaluate CHECKPOINT", "perplexity, bits per byte, lm-eval tasks, MMLU, commonsense"),
     "generate": ("generate CHECKPOINT", "continue a prompt, or draw images"),
     "inspect": ("inspect MODEL", "parameters, FLOPs and saved activations by layer, without building the model"),
-    "plan": ("plan RECIPE", "memory, traffic and hours of training on given GPUs, arm by arm"),
+    "plan": ("plan MODEL", "memory, traffic and hours of training on given GPUs, arm by arm"),
     "convert": ("convert IN OUT", "put a method into a trained checkpoint, its weights kept"),
     "merge": ("merge ADAPTER OUT", "put an adapter into its base's weights: a plain model"),
     "verify": ("verify CHECKPOINT", "check that it is whole: hashes, headers, NaN, JSON of every file"),

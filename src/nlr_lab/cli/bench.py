@@ -28,7 +28,7 @@ def run_bench(arguments: list[str]) -> None:
     """Measure and print the table."""
     if not arguments or arguments[0] not in (*BENCHES, "-h", "--help"):
         reason = f"unknown benchmark {arguments[0]!r}" if arguments else "name a benchmark"
-        raise UserError(f"{reason}; choose from {', '.join(BENCHES)}: nlr bench step")
+        raise UserError(f"{reason}; choose from {', '.join(BENCHES)}, as in nlr bench step")
     if arguments[0] not in BENCHES:
         lines = [f"  nlr bench {name:<10} {summary}" for name, summary in BENCHES.items()]
         print("\n".join(["usage: nlr bench WHAT ...", "", *lines, "", "nlr bench WHAT --help for its options"]))

@@ -30,10 +30,10 @@ class _Options:
     """End within this many minutes, the report included: no seed is begun that would exceed them, and where the first
     would, all runs are shortened to fewer steps, which the report says."""
     reference: str | None = None
-    """Name of the arm that the table compares with; default: the first, of fields the first dense one."""
+    """Name of the arm that the table compares with; none: the first; for neural fields, the first dense one."""
     workers: int | None = None
     """Runs side by side, on this machine's GPUs or cores, or on the Ray cluster that RAY_ADDRESS names (needs
-    the extra "ray"); more runs than GPUs share them. Default: one after another."""
+    the extra "ray"); more runs than GPUs share them. None: one after another."""
     resume: FlagCreatePairsOff[bool] = False
     """Continue with the runs that are missing in --out."""
     overwrite: FlagCreatePairsOff[bool] = False

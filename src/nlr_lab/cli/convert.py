@@ -23,7 +23,7 @@ class ConvertOptions:
     output: Positional[str]
     """Folder of the augmented model; must be empty or new, unless --overwrite."""
     include: tuple[str, ...] = ()
-    """Regular expressions that a whole name must match; default: all but output heads, poolers and heads."""
+    """Regular expressions that a whole name must match; none: all but output heads and poolers."""
     exclude: tuple[str, ...] = ()
     """Regular expressions of names to skip."""
     split_fused: FlagCreatePairsOff[bool] = False

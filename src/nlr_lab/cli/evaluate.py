@@ -27,12 +27,12 @@ class EvaluateOptions:
     base: str | None = None
     """Folder or name of an adapter's base model, if not the one that the adapter names."""
     source: str | None = None
-    """Text: a file, a folder or a data set's name, scored whole; default: the held-out text of the checkpoint's
+    """Text: a file, a folder or a data set's name, scored whole; none: the held-out text of the checkpoint's
     own recipe, unless --tasks are given."""
     text_field: str | None = None
-    """With --source: the field of JSON lines, parquet and data sets that holds the text; default: text."""
+    """With --source: the field of JSON lines, parquet and data sets that holds the text; none: text."""
     sequence_length: int | None = None
-    """Tokens per window of --source; default: the model's positions, at most 1024."""
+    """Tokens per window of --source; none: the model's positions, at most 1024."""
     tasks: tuple[str, ...] = ()
     """Tasks of lm-eval, e.g. hellaswag arc_easy; or over the files of --data: mmlu_local (also mmlu_local_stem,
     mmlu_local_anatomy, ...), commonsense_local (also boolq_local, piqa_local, siqa_local, hellaswag_local,
@@ -41,16 +41,16 @@ class EvaluateOptions:
     """The folder of the local tasks' files; with both kinds, it holds mmlu and commonsense."""
     format: Literal["choices", "generate"] | None = None
     """Form of the local commonsense tests: choices compared by log-likelihood, as lm-eval does, or the
-    answer looked for in generated text, as LLM-Adapters, DoRA and the sine papers do; default: choices."""
+    answer looked for in generated text, as LLM-Adapters, DoRA and the sine papers do; none: choices."""
     prompt: Literal["alpaca", "llm-adapters"] | None = None
     """With --format generate: the prompt that the model was tuned with, nlr finetune's or that of LLM-Adapters'
-    release (indented); default: alpaca."""
+    release (indented); none: alpaca."""
     beams: int | None = None
-    """With --format generate: beams of the search; 1 is greedy; default: 4."""
+    """With --format generate: beams of the search; 1 is greedy; none: 4."""
     num_fewshot: int | None = None
-    """Answered examples in front of each question; default: 5 for mmlu_local, else the task's own."""
+    """Answered examples in front of each question; none: 5 for mmlu_local, else the task's own."""
     split: Literal["dev", "test"] | None = None
-    """The labelled split of GLUE on which a tuned model is scored; default: that of its recipe."""
+    """The labelled split of GLUE on which a tuned model is scored; none: that of its recipe."""
     include_path: str | None = None
     """A folder with lm-eval task files of your own."""
     limit: int | None = None
@@ -58,7 +58,7 @@ class EvaluateOptions:
     batch_size: int = 16
     """Sequences per forward pass; the numbers do not depend on it, except for rounding."""
     device: str = ""
-    """cpu, cuda or cuda:N; default: the GPU when there is one."""
+    """cpu, cuda or cuda:N; empty: the GPU, if there is one."""
     out: str | None = None
     """Write the numbers to this JSON file too."""
 

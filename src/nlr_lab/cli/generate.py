@@ -25,21 +25,21 @@ class GenerateOptions:
     prompt: str = ""
     """The text to continue; empty starts a new document."""
     max_new_tokens: int | None = None
-    """Stop after this many tokens, or at the end-of-text token; default: 128, or as many as fit."""
+    """Stop after this many tokens, or at the end-of-text token; none: 128, or as many as fit."""
     classes: tuple[str, ...] = ()
-    """Image tokens: the classes to draw, by name or number; default: the first ten."""
+    """Image tokens: the classes to draw, by name or number; none: the first ten."""
     images: int | None = None
-    """Image tokens: images of each class; default: 8."""
+    """Image tokens: images of each class; none: 8."""
     out: str | None = None
-    """Image tokens: the picture, a row for each class; default: samples.png."""
+    """Image tokens: the picture, a row for each class; none: samples.png."""
     temperature: float | None = None
-    """Divisor of the logits; 0 takes the most likely token every time. Default: 0.8 for text, 1 for images."""
+    """Divisor of the logits; 0 takes the most likely token every time. None: 0.8 for text, 1 for images."""
     top_k: int | None = None
-    """Draw from the k most likely tokens; 0: from all. Default: 50 for text, 0 for images."""
+    """Draw from the k most likely tokens; 0: from all. None: 50 for text, 0 for images."""
     seed: int = 0
     """The same seed, model and prompt (or classes) give the same text (or picture) on the same machine."""
     device: str = ""
-    """cpu, cuda or cuda:N; default: the GPU when there is one."""
+    """cpu, cuda or cuda:N; empty: the GPU, if there is one."""
 
 
 def run_generate(arguments: list[str]) -> None:

@@ -30,17 +30,17 @@ class InspectOptions:
     model: Positional[str]
     """A recipe's name, a model folder, the run folder of `nlr train`, or a config.json."""
     rank: int | None = None
-    """Add NOBLE branches of this rank; default: the model as it is, a recipe with its own arm."""
+    """Add NOBLE branches of this rank; none: the model as it is, a recipe with its own arm."""
     arm: str | None = None
     """Any other change, as in `nlr train`: baseline, noble:rank=64,activation=gelu, module:function."""
     sequence_length: int | None = None
-    """Tokens of a sequence; default: the recipe's, or the model's positions up to 1024."""
+    """Tokens of a sequence; none: the recipe's, or the model's positions up to 1024."""
     batch_size: int = 1
     """Sequences of the saved activations."""
     bf16: bool | None = None
-    """Count saved activations as under bfloat16 autocast; default: as the recipe trains."""
+    """Count saved activations as under bfloat16 autocast; none: as the recipe trains."""
     every_layer: FlagCreatePairsOff[bool] = False
-    """One row a module; default: repeated layers are folded into one row with their sum."""
+    """One row per module, in place of one with the sum of repeated layers."""
     json: FlagCreatePairsOff[bool] = False
     """Print JSON instead of the table, with a row for every module."""
 
@@ -154,9 +154,9 @@ class SpectrumOptions:
     exact_up_to: int = 2048
     """Compute all singular values up to this many per matrix; above, the leading 256 by a sketch."""
     device: str = ""
-    """Device that computes the spectra; default: the GPU if there is one."""
+    """Device that computes the spectra; empty: the GPU, if there is one."""
     every_layer: FlagCreatePairsOff[bool] = False
-    """One row a matrix; default: repeated layers share a row with medians."""
+    """One row per matrix, in place of one with the medians of repeated layers."""
     json: FlagCreatePairsOff[bool] = False
     """Print JSON instead of the table, with the spectrum of every matrix."""
     picture: str | None = None

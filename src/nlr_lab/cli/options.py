@@ -99,11 +99,11 @@ def parse_recipe(
         UserError: no such recipe, `parse` refuses the rest, or the data do not determine the task.
     """
     known = recipes_of(command)
-    name, rest = "", list(arguments)
+    name, rest, shown = "", list(arguments), None
     file = take_option("--config", rest)[0] or ""
     settings = read_settings(file) if file else {}
     if rest[:1] in (["-h"], ["--help"]):
-        name = known[0]  # options depend on the recipe; any recipe shows which exist
+        name, shown = known[0], "RECIPE"  # options depend on the recipe; any recipe shows which exist
     elif rest and not rest[0].startswith("-"):
         name = rest.pop(0)
     elif isinstance(settings.get("name"), str):  # a run's own
@@ -120,6 +120,8 @@ def parse_recipe(
     nested += [("config", Annotated[str, tyro.conf.arg(help=_CONFIG)], field(default=""))]  # type: ignore[list-item]
     options = make_dataclass("Options", nested, bases=(options,), frozen=True, kw_only=True)
     description = inspect.getdoc(recipe_function(name)) or ""
+    if shown:
+        description = f"Options and defaults of {name}; nlr {command} RECIPE --help shows another's.\n\n{description}"
     if command in ("train", "finetune"):
         description += f"\n\nA run again, with its own recipe and arm: nlr {command} --from RUN --out NEW."
     default = options(**defaults(recipe), **own)
@@ -128,7 +130,7 @@ def parse_recipe(
     of_file, rest = ([_lengthen(each, leaves) for each in texts] for texts in (of_file, rest))
     users = rest if "arm" in settings else [*of_file, *rest]  # a run's own file has all that there is
     rest = _with_lengths(of_file, rest, own["train"])
-    parsed = parse(options, rest, command=f"{command} {name}", description=description, default=default)
+    parsed = parse(options, rest, command=f"{command} {shown or name}", description=description, default=default)
     chosen = {each: getattr(parsed, each) for each in own}
     if getattr(chosen.get("task"), "init_from", ""):
         _check_start(chosen["task"].backbone, own["task"].backbone, users)
@@ -231,7 +233,7 @@ def _with_lengths(of_file: Sequence[str], own: Sequence[str], train: Any) -> lis
             steps, warmup, before = length, max(min(1, length - 1), round(warmup * length / steps)), warmup
             more = [f"--train.warmup-steps={warmup}"]
             if rank() == 0:
-                print(f"nlr: warm-up of {warmup} steps in place of {before}; --warmup-steps sets it", file=sys.stderr)
+                print(f"note: warm-up shortened from {before} to {warmup} steps (--warmup-steps)", file=sys.stderr)
         if hasattr(train, "warmup_share") and len(warmups := [each for each in given if "warmup" in each]) == 1:
             more += [f"--train.{each}=0" for each in ("warmup-steps", "warmup-share") if each not in warmups]
         steps, warmup = length or steps, warmup if asked is None else asked

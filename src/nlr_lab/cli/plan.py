@@ -27,21 +27,21 @@ class PlanOptions:
     hardware: str = "h100"
     """a100, h100, h200, b200 or rtx4090."""
     memory: float | None = None
-    """GiB of a GPU; default: the hardware's."""
+    """GiB of a GPU; none: the hardware's."""
     utilization: float = 0.4
     """Share of the data sheet's rate that matrix products reach."""
     arms: tuple[str, ...] = ()
-    """Arms that are planned; default: the recipe's arms; for a size baseline, noble:rank=64 and noble:rank=256."""
+    """Arms that are planned; none: the recipe's arms; for a size baseline, noble:rank=64 and noble:rank=256."""
     batch_size: int | None = None
-    """Sequences of a step, over all GPUs; default: the recipe's or the size's."""
+    """Sequences of a step, over all GPUs; none: the recipe's or the size's."""
     steps: int | None = None
-    """Default: the recipe's; for a size 20 tokens per parameter of the plain model."""
+    """Steps of training; none: the recipe's; for a size 20 tokens per parameter of the plain model."""
     sequence_length: int | None = None
-    """Tokens of a sequence; default: the recipe's or the size's."""
+    """Tokens of a sequence; none: the recipe's or the size's."""
     bf16: bool | None = None
-    """Under bfloat16 autocast; default: as the recipe trains, and sizes do."""
+    """Under bfloat16 autocast; none: as the recipe trains, and sizes do."""
     gradient_checkpointing: FlagCreatePairsOff[bool] = False
-    """Recompute activations in any case; default: only where nothing fits without."""
+    """Recompute activations in any case, not only where nothing fits without."""
     json: FlagCreatePairsOff[bool] = False
     """Print JSON instead of the table."""
 

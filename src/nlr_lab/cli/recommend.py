@@ -28,15 +28,15 @@ class RecommendOptions:
     model: Positional[str]
     """A recipe's name, a model folder, the run folder of `nlr train`, or a config.json."""
     budget: str | None = None
-    """Most that may be added: "5%" of the parameters, "5% flops"; default: no limit."""
+    """Most that may be added: "5%" of the parameters, "5% flops"; none: no limit."""
     tokens: float = 20.0
     """Tokens of training for each parameter outside embeddings and head."""
     ladder: str | None = None
-    """A folder of nlr scale, or its results.json; default: the ladder of this repository."""
+    """A folder of nlr scale, or its results.json; none: the ladder of this repository."""
     source: str | None = None
     """Text on which a trained model's linears are scored: the highest three tenths are named."""
     sequence_length: int | None = None
-    """Tokens of a sequence; default: the recipe's, or the model's positions up to 1024."""
+    """Tokens of a sequence; none: the recipe's, or the model's positions up to 1024."""
     json: FlagCreatePairsOff[bool] = False
     """Print JSON instead of the table."""
 

@@ -28,7 +28,7 @@ class ReproduceOptions:
     out: str = "reproduced"
     """Folder of all results: OUT/TABLE/SCALE."""
     seeds: int | None = None
-    """Seeds of every comparison; default: the scale's."""
+    """Seeds of every comparison; none: the scale's."""
     source: tuple[str, ...] = ()
     """NAME=PATH: a file or folder in the place of a data set or checkpoint of that name, as in
     uoft-cs/cifar10=cifar10.npz. commonsense=FOLDER and mmlu=FOLDER hold the tests' rows."""

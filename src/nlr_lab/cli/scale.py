@@ -22,7 +22,7 @@ class ScaleOptions(Ladder):
     timing_rounds: int = 30
     """Interleaved steps of each arm for the step times of a rung; 0 omits them."""
     workers: int | None = None
-    """Runs side by side, as in nlr compare; default: one after another."""
+    """Runs side by side, as in nlr compare; none: one after another."""
 
 
 def run_scale(arguments: list[str]) -> None:

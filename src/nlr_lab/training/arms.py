@@ -62,10 +62,9 @@ def _find_kinds(name: str) -> list[ArmKind]:
     if len(names := _split_parts(name)) == 1:
         if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
             return [Function(name)]
-        known = ", ".join(ARM_METHODS)
-        near = difflib.get_close_matches(name, ARM_METHODS, n=1)
-        meant = f"did you mean {near[0]!r}? There" if near else "there"
-        raise UserError(f"unknown arm {name!r}; {meant} are {known}, or a function of your own as module:function")
+        near = difflib.get_close_matches(name, ARM_METHODS, n=1, cutoff=0.5)
+        known = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(ARM_METHODS)}, or module:function"
+        raise UserError(f"unknown arm {name!r}; {known}")
     kinds = [kind for each in names for kind in _find_kinds(each)]
     for kind in kinds:
         if kind.stage is None:

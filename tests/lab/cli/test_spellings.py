@@ -100,7 +100,7 @@ def test_a_length_says_what_the_others_are(capsys, options, steps, epochs, warmu
     train, _, _ = read("llm-demo", *options)
     assert (train.steps, train.epochs, train.warmup_steps, train.warmup_share) == (steps, epochs, warmup, share)
     note = capsys.readouterr().err
-    expected = f"nlr: warm-up of {warmup} steps in place of 30; --warmup-steps sets it\n"
+    expected = f"note: warm-up shortened from 30 to {warmup} steps (--warmup-steps)\n"
     assert note == (expected if options in (["--steps", "20"], ["--steps", "3"], ["--steps", "1"]) else "")
 
 

@@ -38,7 +38,7 @@ def train_tokenizer(kind: str, documents: Iterable[str], vocab_size: int) -> Pre
     backend.train_from_iterator(documents, make(**settings))
     if (size := backend.get_vocab_size()) < vocab_size:
         what = f"the text is too small, or repeats itself too much, for a vocabulary of {vocab_size} (it gives {size})"
-        raise UserError(f"{what}; lower vocab_size")
+        raise UserError(f"{what}; try --vocab-size {size}")
     return PreTrainedTokenizerFast(tokenizer_object=backend, **specials)
 
 
