@@ -129,7 +129,7 @@ def _read_errors(folder: Path) -> Iterator[None]:
 
 def discard(checkpoint: Path) -> None:
     """Remove a checkpoint, renamed first: a kill halfway through must not leave half of one under a good name."""
-    doomed = checkpoint.with_name(f"{TEMPORARY}old-{checkpoint.name}")
+    doomed = checkpoint.with_name(f"{TEMPORARY}gone-{checkpoint.name}")
     remove(doomed)
     checkpoint.rename(doomed)
     remove(doomed)
@@ -170,9 +170,12 @@ def holds_former(folder: Path, marker: str, what: str, *, resume: bool, overwrit
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove what killed processes left directly in a folder."""
-    for child in folder.iterdir() if folder.is_dir() else ():
-        if child.name.startswith(TEMPORARY):
+    """Remove what killed processes left directly in a folder, but bring back a folder that was being replaced."""
+    for child in list(folder.iterdir()) if folder.is_dir() else ():
+        former = folder / child.name.removeprefix(f"{TEMPORARY}old-")
+        if former != child and not former.exists():
+            child.rename(former)
+        elif child.name.startswith(TEMPORARY):
             remove(child)
 
 

@@ -239,7 +239,8 @@ def _adapted(
     except UserError as error:
         raise UserError(f"{folder} does not fit {named}: {error}") from error
     except BUILD_ERRORS as error:
-        raise UserError(f"{folder} does not fit {named}, or {named} is not there (pass --base): {one_line(error)}") from error
+        what = f"{folder} does not fit {named}, or {named} is not there (pass --base)"
+        raise UserError(f"{what}: {one_line(error)}") from error
     _check_complete(adapted, info, named)
     return adapted, main, types
 

@@ -1,7 +1,8 @@
 """Files of models and of runs: written whole or not at all, and checked before anything is loaded from them.
 
 A folder is written beside its final place under a name that starts with `.tmp-`, hashed into a manifest, synced to disk
-and renamed. A leftover `.tmp-` folder is from a killed process and can be deleted. No pickle is ever opened.
+and renamed. A leftover `.tmp-` folder is from a killed process and can be deleted; `.tmp-old-NAME` is the former NAME,
+of use where there is no NAME. No pickle is ever opened.
 """
 
 import errno
@@ -72,6 +73,8 @@ def staged_folder(path: Path, manifest: Mapping[str, Any] | None = None) -> Iter
         remove(old)
     except BaseException:
         remove(staged)
+        if old.exists() and not path.exists():
+            old.rename(path)
         raise
 
 

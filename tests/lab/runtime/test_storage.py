@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nlr_lab.runtime.storage import newest_valid, opened, prune, read_manifest, step_folders
+from nlr_lab.runtime.storage import newest_valid, opened, prune, read_manifest, remove_temporaries, step_folders
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.hub.storage import MANIFEST, staged_folder
 from refusals import assert_refused, refuse_to_open
@@ -68,6 +68,27 @@ def test_staged_folder_is_whole_or_absent(tmp_path):
         (folder / "y").write_text("2")
     assert [path.name for path in sorted((tmp_path / "a").iterdir())] == [MANIFEST, "y"]
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_folder_that_was_being_replaced_comes_back(tmp_path, monkeypatch):
+    steps(tmp_path, 2)
+    rename = Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if self.name == ".tmp-step-000002":
+            raise OSError(errno.EIO, "broken")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        with pytest.raises(OSError, match="broken"):
+            steps(tmp_path, 2)
+    assert list(step_folders(tmp_path)) == [2]
+    (tmp_path / "step-000002").rename(tmp_path / ".tmp-old-step-000002")  # as a kill between the two renames leaves it
+    (tmp_path / ".tmp-step-000002").mkdir()
+    remove_temporaries(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+    assert newest_valid(tmp_path)[0].name == "step-000002"
 
 
 def test_folder_lets_one_process_in_until_it_ends(tmp_path):
