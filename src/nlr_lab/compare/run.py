@@ -381,7 +381,7 @@ class _Session:
         resume = on_rank_0(lambda: begun(path))
         left = self._log()
         words = f"; {'about' if left <= self.limit.left else 'at most'} " if left else ""
-        words += f"{duration(max(0.0, min(left, self.limit.left)))} to go" if left else ""
+        words += f"{duration(max(0.0, min(left, self.limit.left)))} left" if left else ""
         self.console.print(f"[bold]{arm.name}[/] {choice}, {place}{', resumed' if resume else ''}{words}")
         started, steps = self.limit.passed, self.trials.in_steps().steps
         stop = self._stop_rule(arm, steps, after, needed=needed)

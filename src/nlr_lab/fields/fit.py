@@ -271,7 +271,7 @@ class _Run(Stepper):
                 if config.evaluates(self.step):
                     numbers = self._evaluate()
                     speed = (self.step - first) / max(time.monotonic() - begun, 1e-9)
-                    to_go = f"  {duration((steps - self.step) / speed)} to go" if self.step < steps else ""
+                    to_go = f"  {duration((steps - self.step) / speed)} left" if self.step < steps else ""
                     line = f"{self.problem.name}  step {self.step}/{steps}  {numbers}  {speed:.1f} steps/s{to_go}"
                     if not quiet:
                         tqdm.write(line, file=sys.stderr)

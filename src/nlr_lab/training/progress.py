@@ -75,7 +75,7 @@ class ProgressLines(TrainerCallback):
         if self.utilization is not None:
             words += f"  MFU {100 * speed * self.tokens * self.utilization:.1f} %"
         left = state.max_steps - state.global_step
-        to_go = f"  {duration(left / whole)} to go" if left and whole else ""
+        to_go = f"  {duration(left / whole)} left" if left and whole else ""
         tqdm.write(f"{self.title}  step {state.global_step}/{state.max_steps}{words}{to_go}", file=sys.stderr)
 
 

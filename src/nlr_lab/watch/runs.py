@@ -71,7 +71,7 @@ class View:
         words = f"{self.name}: {over} of {self.planned} runs over"
         words += f", {counts['running']} running" if counts["running"] else ""
         words += f", {counts['silent']} silent" if counts["silent"] else ""
-        return words + (f"; about {duration(self.seconds_to_go)} to go" if self.seconds_to_go else "")
+        return words + (f"; about {duration(self.seconds_to_go)} left" if self.seconds_to_go else "")
 
     def to_json(self) -> str:
         """Return the view as JSON."""

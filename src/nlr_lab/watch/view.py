@@ -34,7 +34,7 @@ _SAFE = {
 
 def table_of(view: View, most: int | None = None) -> Table:
     """Return a row for each run; with `most`, only for so many that are running or have ended last."""
-    table = number_table("run", "state", "step", "speed", "loss", "to go")
+    table = number_table("run", "state", "step", "speed", "loss", "time left")
     for run in view.runs if most is None else _shown(view.runs, most):
         name = " ".join(filter(None, [run.group, run.arm, run.details]))
         state = f"silent for {duration(run.silent)}" if run.state == "silent" else run.state

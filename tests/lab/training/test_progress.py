@@ -1,4 +1,4 @@
-"""The progress line: steps and tokens per second of training alone, MFU where the peak is known, time to go."""
+"""The progress line: steps and tokens per second of training alone, MFU where the peak is known, time left."""
 
 import re
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ def test_lines_have_tokens_per_second_and_no_mfu_on_a_cpu(tmp_path, capsys):
     assert [int(step) for step, *_ in found] == [4, 8, 12]
     for _, steps, tokens, _ in found:
         assert int(tokens.replace(",", "")) == pytest.approx(float(steps) * 4 * LENGTH, abs=0.005 * 4 * LENGTH + 0.5)
-    assert [bool(rest) for *_, rest in found] == [True, True, False], "time to go, but for the last"
+    assert [bool(rest) for *_, rest in found] == [True, True, False], "time left, except the last"
     assert not any("MFU" in rest for *_, rest in found)
 
 
@@ -42,7 +42,7 @@ def test_speed_is_of_training_and_time_to_go_of_all(monkeypatch, capsys):
         clock[0] += 10
         callback.on_save(nothing, state, nothing)
     one, two = capsys.readouterr().err.splitlines()
-    assert one == "arm  step 10/100  train 2.0000  eval 3.0000  1.00 steps/s  1,000 tokens/s  MFU 20.0 %  4 min to go"
+    assert one == "arm  step 10/100  train 2.0000  eval 3.0000  1.00 steps/s  1,000 tokens/s  MFU 20.0 %  4 min left"
     assert "step 20/100" in two
     assert "1.00 steps/s  1,000 tokens/s  MFU 20.0 %" in two
     callback.bar.close()

@@ -59,7 +59,7 @@ def test_a_run_that_runs(tmp_path):
     assert run.curves["evaluation loss"] == [(step, 110.0 - step) for step in range(10, 70, 10)]
     assert run.curves.keys() == {"training loss", "learning rate", "evaluation loss", "bits per byte"}
     view = look(tmp_path / "run")
-    assert str(view) == "run: 0 of 1 runs over, 1 running; about 78 s to go"
+    assert str(view) == "run: 0 of 1 runs over, 1 running; about 78 s left"
 
 
 def test_steps_that_were_taken_again_count_once(tmp_path):
@@ -112,7 +112,7 @@ def test_a_comparison_counts_what_is_planned(tmp_path):
         ("noble-r4", "lr-0.001 seed-1", False, "running"),
     ]
     assert (view.planned, view.seconds_to_go) == (5, 400.0), "500 s when it was written, 100 s ago"
-    assert str(view) == "out: 2 of 5 runs over, 1 running; about 7 min to go"
+    assert str(view) == "out: 2 of 5 runs over, 1 running; about 7 min left"
     above = look(tmp_path)
     assert {run.group for run in above.runs} == {"out"}
     assert json.loads(above.to_json())["line"] == str(above)
@@ -188,7 +188,7 @@ def test_a_browser_draws_the_curves(tmp_path, width):
             [str(CHROMIUM), *options, address], capture_output=True, text=True, check=True, timeout=120
         )
     page = done.stdout
-    assert "2 of 5 runs over, 1 running; about 7 min to go" in page
+    assert "2 of 5 runs over, 1 running; about 7 min left" in page
     assert re.findall(r'<td class="(\w+)">', page)[::2] == ["done", "done", "running"]
     assert re.findall(r'<path class="(curve[ \w]*)"', page) == ["curve tuning", "curve", "curve"]
     curves = re.findall(r' d="M([^"]*)"', page)
