@@ -62,7 +62,7 @@ def _find_kinds(name: str) -> list[ArmKind]:
     if len(names := _split_parts(name)) == 1:
         if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
             return [Function(name)]
-        near = difflib.get_close_matches(name, ARM_METHODS, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name.partition(":")[0], ARM_METHODS, n=1, cutoff=0.5)
         known = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(ARM_METHODS)}, or module:function"
         raise UserError(f"unknown arm {name!r}; {known}")
     kinds = [kind for each in names for kind in _find_kinds(each)]

@@ -39,8 +39,7 @@ class Experts(Sized):
 
     def read(self, settings: Settings) -> dict[str, Any]:
         known = ("hidden", "match", "by", "experts", "active", "aux_loss")
-        if unknown := [key for key in settings if key not in known]:
-            raise UserError(f"{self.name} has no setting {unknown[0]!r}; it has {', '.join(known)}")
+        self.check_known(settings, known)
         if not settings.keys() & {"hidden", "match"} or ("by" in settings and "match" not in settings):
             raise UserError(
                 f"{self.name} needs the width of an expert, or an arm to match: {self.name}:hidden=176 or "

@@ -4,13 +4,14 @@ or a function of the user's own.
 
 import contextlib
 import dataclasses
+import difflib
 import importlib
 import io
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -45,6 +46,14 @@ class ArmKind:
     """Short names of settings."""
     stage: int | None = None
     """Order in which an arm of several applies them, the lowest first; None: it can only be alone."""
+
+    def check_known(self, settings: Settings, known: Collection[str]) -> None:
+        """Raise UserError for a setting that the kind does not have."""
+        for key in settings:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                fix = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+                raise UserError(f"{self.name} has no setting {key!r}; {fix}")
 
     def read(self, settings: Settings) -> dict[str, Any]:
         """Return the settings with JSON's types; raise UserError where they do not fit."""
@@ -106,8 +115,7 @@ class Augmented(ArmKind):
         known = (*self._fields(), *_PATTERNS)
         known += ("select", "split_fused") if self.method.kind == "linear" else ()
         known += ("budget",) if self.method.budgeted else ()
-        if unknown := [key for key in settings if key not in known]:
-            raise UserError(f"{self.name} has no setting {unknown[0]!r}; it has {', '.join(known)}")
+        self.check_known(settings, known)
         if len(ranks := [name for name in ("rank", "rank_ratio", "budget") if name in settings]) > 1:
             raise UserError(f"{self.name}: {ranks[1]} replaces {ranks[0]}; give one of them")
         if "budget" in settings:

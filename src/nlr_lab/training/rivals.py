@@ -25,8 +25,7 @@ class LowRank(ArmKind):
     defaults: ClassVar[dict[str, float]] = {"rank_ratio": 0.25}
 
     def read(self, settings: Settings) -> dict[str, Any]:
-        if unknown := [key for key in settings if key not in self.defaults]:
-            raise UserError(f"{self.name} has no setting {unknown[0]!r}; it has {', '.join(self.defaults)}")
+        self.check_known(settings, self.defaults)
         for key, value in settings.items():
             check_number(key, value, above=0)
             if key != "scale":

@@ -92,6 +92,8 @@ def test_short_forms_are_read_but_written_otherwise():
     ("text", "message"),
     [
         ("nobel", "unknown arm 'nobel'; did you mean 'noble'"),
+        ("nobel:rank=4", "did you mean 'noble'"),
+        ("noble:rnk=4", "no setting 'rnk'; did you mean 'rank'"),
         ("baseline,noble:rank=8", "put a space between arms"),
         ("", "unknown arm"),
         ("noble:rank", "cannot read 'rank'"),
