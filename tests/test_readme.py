@@ -85,7 +85,7 @@ def test_troubleshooting_quotes_what_the_code_says():
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     quotes = [quote for row in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) for quote in re.findall(r"`(.+?)`", row)]
     parts = [part.strip() for quote in quotes for part in quote.split("...") if len(part.strip()) > 12]
-    elsewhere = {"KeyError: 'NLR_SINE_LORA'", "Some weights", "were not used"}
+    elsewhere = {"KeyError: 'NLR_SINE_LORA'", "contains custom code which must be executed"}  # transformers' and peft's
     assert len(parts) > 25
     assert [part for part in parts if part not in code and part not in elsewhere] == []
 

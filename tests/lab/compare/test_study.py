@@ -127,7 +127,7 @@ def test_runs_tuned_arms_for_longer(photo, tmp_path, into):
     assert [bool(arm["tuning"]) for arm in after] == [False, True, True]
     assert_refused(r"no .*none\.json: run the stage", study.tuned_arms, into / "none.json")
     (into / "none.json").write_text("{}")
-    assert_refused("has no 'arms'", study.record_arms, into / "none.json")
+    assert_refused("has no valid 'arms'", study.record_arms, into / "none.json")
 
 
 def test_compares_arms_of_several_records_by_seed():

@@ -173,7 +173,7 @@ def test_a_ladder_that_was_not_climbed_there_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: model.model, "none; choose"),
+        (lambda model: model.model, "a ladder is of causal language models, not of a"),
         (lambda model: nlr.augment(model, nlr.NobleConfig(rank=4), verbose=False) and model, "augmented already"),
     ],
 )

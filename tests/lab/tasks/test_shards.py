@@ -450,7 +450,7 @@ def test_masks_of_a_mixture_follow_its_passes(tmp_path, tokenizers):
         ("a.bin:inf,b.bin:1", "cannot read 'a.bin:inf'"),
         ("a.bin:nan,b.bin:1", "cannot read 'a.bin:nan'"),
         ("a.bin:1,:1", "cannot read ':1'"),
-        ("a.bin:1,a.bin:1", "'a.bin' is twice"),
+        ("a.bin:1,a.bin:1", "'a.bin' occurs twice"),
     ],
 )
 def test_wrong_mixtures_are_one_clear_line(tokenizers, source, words):
