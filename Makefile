@@ -33,9 +33,10 @@ PEERS ?= sine-lora sine-dora noble nora nora++
 DEMO_OUT ?= demo
 # Of the first comparison, which takes fewer steps on a busy machine; the second has one minute.
 DEMO_MINUTES ?= 2.1
-# Width, length, init and learning rates of studies/ladder's smallest rung, on the embedded text.
+# Width, length, init and learning rates of studies/ladder's smallest rung, on the embedded text. One thread: two are
+# no faster at this width, and wait for each other where others use the cores.
 DEMO_PRETRAINING := --width 32 --heads 2 --hidden 88 --dense-init noble --vocab-size 512 --max-bytes 4e6 \
-	--steps 986 --warmup-steps 49 --eval-every 49 --eval-batch-size 32 --timing-rounds 10 \
+	--steps 986 --warmup-steps 49 --eval-every 49 --eval-batch-size 32 --timing-rounds 10 --threads 1 \
 	--arms baseline:name=plain,lr=1.6e-2 noble:rank=4,name=noble,lr=8e-3
 DEMO_TUNING := --rows 60 --max-length 96 --eval-rows 4 --batch-size 1 --epochs None --steps 10 --eval-every 2 --save-every 10 \
 	--timing-rounds 2 --arms lora:r=8 sine-lora:r=8,omega=200,lr=1e-3
