@@ -1,8 +1,8 @@
 """Files of models and of runs: written whole or not at all, and checked before anything is loaded from them.
 
 A folder is written beside its final place under a name that starts with `.tmp-`, hashed into a manifest, synced to disk
-and renamed. A leftover `.tmp-` folder is from a killed process and can be deleted; `.tmp-old-NAME` is the former NAME,
-of use where there is no NAME. No pickle is ever opened.
+and renamed. A leftover `.tmp-` folder is from a killed process and can be deleted; `.tmp-old-NAME` is the former NAME:
+rename it back if NAME is missing. No pickle is ever opened.
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""What follows from methods' settings; in modeling files too, and without torch, which `--help` does not import."""
+"""Bases of methods' settings, with the ranks and shapes that follow; in modeling files too. No torch: help reads it."""
 
 from typing import Any
 
