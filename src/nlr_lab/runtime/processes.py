@@ -21,7 +21,7 @@ import psutil
 
 T = TypeVar("T")
 
-_NO_LOAD = ("idle", "iowait", "nice", "guest", "guest_nice")  # what is nice gives way, guests are in user
+_NO_LOAD = ("idle", "iowait", "guest", "guest_nice")  # guests are in user; nice gives way to its own session alone
 _BLIP = 0.25  # of a core: less than that is no load
 _LOAD, _LOOK_EVERY = 0.5, 5.0  # cores that others take for so many seconds: then a run in progress gives way
 # Weak, so that torch.distributed alone keeps a group: one that it has destroyed is gone here too.

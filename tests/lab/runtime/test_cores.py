@@ -21,8 +21,8 @@ def cores(monkeypatch):
 
     def times(percpu):
         load.looks += 1
-        idle = {"nice": 9.0 * load.looks, "idle": 5, "iowait": 1, "guest": load.seconds / 4}
-        return [SimpleNamespace(_asdict=lambda: {"user": load.seconds / 4, "system": 0, **idle})] * 6
+        idle = {"idle": 9.0 * load.looks, "iowait": 1, "guest": load.seconds / 4}
+        return [SimpleNamespace(_asdict=lambda: {"user": load.seconds / 8, "nice": load.seconds / 8, **idle})] * 6
 
     def sleep(seconds):
         load.seconds += load.now * seconds
