@@ -91,7 +91,7 @@ def augment(
             config = replace(config, fuse_shared_inputs=True)
         except TypeError as error:
             raise UserError(f"{method.name} has no layers to compute together; omit fuse_shared_inputs") from error
-    config = method.initial(config, pretrained=_was_loaded(model))
+    config = method.initial(config, pretrained=(trained := _was_trained(model)))
 
     note_active_experts(model)
     report = AugmentReport(method=method.name, config=config, kind=method.kind)
@@ -119,7 +119,7 @@ def augment(
         configs = {name: config if found is None else found.targets[name].config for name in names}
         for name in names:
             _check(name, model, method, configs[name])
-        if _was_loaded(model) and method.discards(config):
+        if trained and method.discards(config):
             places = f"in the place of {len(names)} trained ones"
             warnings.warn(f"{method.name} puts new, random weights {places}; train the model again", stacklevel=2)
 
@@ -278,14 +278,33 @@ def _swap(model: nn.Module, method: Method, configs: Mapping[str, Any]) -> dict[
     return layers
 
 
-def _was_loaded(model: nn.Module) -> bool:
-    """Return whether from_pretrained made the model.
+def _was_trained(model: nn.Module) -> bool:
+    """Return whether a part of the model has weights to keep: from_pretrained made it, or training changed a norm.
 
-    transformers notes where a config came from, and a model newly drawn from that config has it too. What was loaded
-    is also marked: each tensor, and, since copies of a model lose those marks, the model itself.
+    A new norm's weights are all one number. What else loads a checkpoint (load_state_dict, timm) leaves no mark.
     """
-    if not getattr(getattr(model, "config", None), "_name_or_path", ""):
+    return any(map(_was_loaded, model.modules())) or any(
+        "Norm" in type(module).__name__
+        and isinstance(weight := getattr(module, "weight", None), nn.Parameter)
+        and weight.numel() > 1
+        and not weight.is_meta
+        and bool(weight.amin() < weight.amax())
+        for module in model.modules()
+    )
+
+
+def _was_loaded(module: nn.Module) -> bool:
+    """Return whether from_pretrained made the module.
+
+    diffusers notes in a config where its weights came from. transformers notes where the config came from, and a model
+    newly drawn from it has it too. What was loaded is also marked: each tensor, and, since copies of a model lose those
+    marks, the model itself.
+    """
+    config = getattr(module, "config", None)
+    if not getattr(config, "_name_or_path", ""):
         return False
-    return any(getattr(parameter, "_is_hf_initialized", False) for parameter in model.parameters()) or any(
-        "_weight_conversions" in vars(module) for module in model.modules()
+    return (
+        isinstance(config, dict)
+        or any(getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters())
+        or any("_weight_conversions" in vars(each) for each in module.modules())
     )

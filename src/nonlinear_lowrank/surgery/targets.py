@@ -25,7 +25,9 @@ Patterns = str | Sequence[str] | None
 # For models that do not say which linear is their output head.
 _HEAD_NAMES = re.compile(r"(.*\.)?(lm_head|embed_out|output_projection|unembed|head|classifier|score|qa_outputs)")
 _POOLER = re.compile(r"(.*\.)?pooler(\..*)?")
-_EACH_TOKEN = re.compile(r".*(For(MaskedLM|CausalLM|TokenClassification|QuestionAnswering)|LMHeadModel)")
+_EACH_TOKEN = re.compile(
+    r".*(For(MaskedLM|CausalLM|TokenClassification|QuestionAnswering)|LMHeadModel|EncoderDecoderModel)"
+)
 
 
 def output_head_names(model: nn.Module) -> dict[str, str]:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoConfig
+from torch.optim.swa_utils import AveragedModel
+from transformers import AutoConfig, BertConfig, EncoderDecoderConfig, EncoderDecoderModel
 from transformers.pytorch_utils import Conv1D
 
 import nonlinear_lowrank as nlr
@@ -56,6 +57,32 @@ def test_auto_init_tells_a_loaded_config_from_a_loaded_model(tmp_path):
     wrapped = get_peft_model(family.from_pretrained(tmp_path), LoraConfig(target_modules=["q_proj"]))
     wrapped.requires_grad_(True)
     assert nlr.augment(wrapped, NobleConfig(rank=4), include=r".*k_proj", verbose=False).config.init == "pretrained"
+
+
+def test_auto_init_keeps_weights_that_training_has_changed(tmp_path):
+    FAMILIES["glm"]().save_pretrained(tmp_path)
+    family = type(FAMILIES["glm"]())
+    loaded = family.from_pretrained(tmp_path)
+
+    def init_of(model):
+        return nlr.augment(model, NobleConfig(rank=4), verbose=False).config.init
+
+    for around in (nn.Sequential(copy.deepcopy(loaded)), AveragedModel(loaded)):
+        assert init_of(around) == "pretrained"
+    with pytest.warns(UserWarning, match="new, random weights"):
+        nlr.augment(nn.Sequential(copy.deepcopy(loaded)), nlr.SineLowRankConfig(rank=4), verbose=False)
+    trained, filled = (family(AutoConfig.from_pretrained(tmp_path)) for _ in range(2))
+    with torch.no_grad():
+        trained.model.norm.weight[0] += 0.1
+    filled.load_state_dict(trained.state_dict())
+    assert init_of(filled) == "pretrained"
+
+
+def test_a_pooler_that_the_decoder_never_reads_is_skipped():
+    part = BertConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=99)
+    both = EncoderDecoderConfig.from_encoder_decoder_configs(part, copy.deepcopy(part))
+    report = nlr.augment(EncoderDecoderModel(both), NobleConfig(rank=4), verbose=False)
+    assert "encoder.pooler.dense" in report.skipped
 
 
 def test_include_and_exclude_choose_by_whole_names():

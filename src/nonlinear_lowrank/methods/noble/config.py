@@ -37,8 +37,9 @@ class NobleConfig(BranchSettings):
     """Number of activations: 1 (no mixing matrix), 2, or 3 (cosine only)."""
     init: Init = "auto"
     """"scratch": the paper's init, which redraws the dense weights in place: tensors that modules share stay
-    shared. "pretrained": dense weights stay and noble_up is zero, so the model's outputs do
-    not change. "auto": pretrained when the model was loaded by from_pretrained, else scratch."""
+    shared. "pretrained": dense weights stay and noble_up is zero, so the model's outputs do not change. "auto":
+    pretrained where from_pretrained made the model or a part of it, or the weights of a norm differ, which before any
+    training are all one number; else scratch."""
     dense_scale: float = 0.5
     """Dense weights have standard deviation dense_scale / sqrt(d_in)."""
     own_init: tuple[str, ...] | None = None
