@@ -93,3 +93,53 @@ def test_names_are_those_of_the_plain_model(adapter, choice):
     assert adapted(NOBLE) == adapted() == {f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)}
     with pytest.raises(nlr.UserError, match=r"0\.self_attn\.q_proj holds no plain linear .* leave it out"):
         adapted(nlr.NonlinearQueryConfig())
+
+
+def _targeted(model, config):
+    """Each adapted layer by its plain name, with what the tuner made of the config's other fields there."""
+    tuned = peft.get_peft_model(model, config)
+    found = {}
+    for name in tuned.base_model.targeted_module_names:
+        layer = tuned.base_model.model.get_submodule(name)
+        own = (layer.is_feedforward,) if isinstance(config, peft.IA3Config) else (layer.r, layer.scaling)
+        found[name.removesuffix(".dense")] = own
+    return found
+
+
+@pytest.mark.parametrize("choice", [{}, SOME], ids=["all layers", "some layers"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": "all-linear", "exclude_modules": ["q_proj", "down_proj"]},
+        {"target_modules": ["q_proj", "v_proj"], "exclude_modules": r".*layers\.1\..*q_proj"},
+        {"target_modules": r".*self_attn\.[qk]_proj", "exclude_modules": ["model.layers.0.self_attn.q_proj"]},
+        {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {r"layers\.1\..*v_proj": 5, "q_proj": 7}},
+        {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("adapter", [peft.LoraConfig, nlr.SineLoraConfig])
+def test_whatever_names_a_layer_counts_for_the_linear_inside(adapter, settings, choice):
+    def targeted(*methods):
+        return _targeted(augmented("llama", *methods, **choice), adapter(r=2, **copy.deepcopy(settings)))
+
+    assert targeted(NOBLE) == targeted() != {}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}]
+)
+def test_ia3_scales_the_inputs_of_a_feed_forward(settings):
+    found = [_targeted(augmented("llama", *methods), peft.IA3Config(**settings)) for methods in ([NOBLE], [])]
+    assert found[0] == found[1]
+    assert {own for name, own in found[0].items() if "down_proj" in name} == {(True,)}
+
+
+def test_names_are_filled_in_once(tmp_path):
+    given = {"exclude_modules": r".*\.0\..*", "rank_pattern": {"q_proj": 3}}
+    tuned = peft.get_peft_model(augmented("llama", NOBLE), peft.LoraConfig(r=2, target_modules="all-linear", **given))
+    tuned.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(augmented("llama", NOBLE), tmp_path)
+    for field in given:
+        assert getattr(again.peft_config["default"], field) == getattr(tuned.peft_config["default"], field)
+    assert set(again.state_dict()) == set(tuned.state_dict())
