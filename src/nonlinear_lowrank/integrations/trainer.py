@@ -3,12 +3,14 @@
 Trainer's own groups have one learning rate, and it chooses what to decay by names, frequencies and phases included.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._pytree import tree_leaves
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.optim import Mismatch, mismatches, multiplier_roles, param_groups, warn_once
@@ -27,7 +29,18 @@ class TrainerMixin(_Trainer):
     The optimizer is the one that the TrainingArguments name; schedules, resuming and DDP, FSDP2 and DeepSpeed are
     Trainer's. An optimizer that the user hands over (`optimizers=`, `optimizer_cls_and_kwargs=`) is used as it is.
     One that makes groups of its own (GaLore, Apollo, LOMO) keeps them, which is warned of.
+
+    Trainer resumes, and reads the best model, by the names of the tensors in memory, and leaves as they are those with
+    others in files (of a plain ViT or Mixtral, too); here they are read as well.
     """
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        _read_renamed(self.model if model is None else model, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        _read_renamed(self.model, self.state.best_model_checkpoint)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Create the optimizer for the Trainer's model, or one that was wrapped first, unless the user gave one.
@@ -57,6 +70,16 @@ class TrainerMixin(_Trainer):
             return super().create_optimizer(*of_model)
         finally:
             self.optimizer_cls_and_kwargs = None  # Trainer has emptied it
+
+
+def _read_renamed(model: Any, folder: Any) -> None:
+    """Fill a model from a checkpoint in which tensors have other names than in memory."""
+    saved: set[str] = set()
+    for file in Path(folder).glob("model*.safetensors"):  # an adapter's, FSDP's and DeepSpeed's are called otherwise
+        with safe_open(file, "pt") as tensors:
+            saved |= set(tensors.keys())
+    if isinstance(model, PreTrainedModel) and saved - model.state_dict().keys():
+        model.load_state_dict(type(model).from_pretrained(folder, dtype=model.dtype).state_dict())
 
 
 class LearningRateCallback(TrainerCallback):

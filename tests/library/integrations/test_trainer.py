@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import nonlinear_lowrank as nlr
-from model_helpers import FAMILIES, batch
+from model_helpers import FAMILIES, SIZES, TOKENS, batch, build, vit
 from processes_helpers import fsdp_environment, run_processes, shard_on_cpus
 from refusals import assert_refused
 from tokenizer_helpers import word_tokenizer
@@ -30,11 +30,16 @@ def augmented(family="llama"):
     return model
 
 
+def mixtral():
+    sizes = SIZES | TOKENS
+    return build("mixtral", **sizes, intermediate_size=48, num_key_value_heads=2, num_local_experts=4)
+
+
 def rows_for(model):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         inputs = batch(model, size=16)
-    inputs["labels"] = inputs["input_ids"].clone()
+    inputs["labels"] = inputs["input_ids"].clone() if "input_ids" in inputs else torch.arange(16) % 5
     return [{name: value[place] for name, value in inputs.items()} for place in range(16)]
 
 
@@ -195,6 +200,29 @@ def test_a_resumed_run_ends_with_the_same_bits(way, schedule, tmp_path):
         assert torch.equal(one, other), name
     rates = [[group["lr"] for group in each.optimizer.param_groups] for each in (whole, resumed)]
     assert rates[0] == rates[1]
+
+
+@pytest.mark.parametrize("make", [vit, mixtral], ids=["vit", "mixtral"])  # whose files have other names
+def test_the_best_model_is_restored_whole(make, tmp_path):
+    class Falling(MixedTrainer):
+        def evaluate(self, *args, **kwargs):
+            if not hasattr(self, "best"):
+                self.best = copy.deepcopy(self.model.state_dict())
+            self.log(metrics := {"eval_loss": float(self.state.global_step)})
+            return metrics
+
+    settings = dict.fromkeys(("save_steps", "eval_steps"), 1) | dict.fromkeys(
+        ("save_strategy", "eval_strategy"), "steps"
+    )
+    nlr.augment(model := make(), nlr.NobleConfig(rank=4), verbose=False)
+    rows = rows_for(model)
+    trainer = Falling(
+        model, arguments(tmp_path, **settings, load_best_model_at_end=True), train_dataset=rows, eval_dataset=rows
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, trainer.best[name], rtol=0, atol=0, msg=name)
 
 
 class Elsewhere(torch.optim.SGD):
