@@ -281,10 +281,11 @@ def _swap(model: nn.Module, method: Method, configs: Mapping[str, Any]) -> dict[
 def _was_trained(model: nn.Module) -> bool:
     """Return whether a part of the model has weights to keep: from_pretrained made it, or training changed a norm.
 
-    A new norm's weights are all one number. What else loads a checkpoint (load_state_dict, timm) leaves no mark.
+    A new norm's weights are all one number (not a new BatchNorm's everywhere: MobileViT draws them). What else loads a
+    checkpoint (load_state_dict, timm) leaves no mark.
     """
     return any(map(_was_loaded, model.modules())) or any(
-        "Norm" in type(module).__name__
+        any(kind in type(module).__name__ for kind in ("LayerNorm", "RMSNorm"))
         and isinstance(weight := getattr(module, "weight", None), nn.Parameter)
         and weight.numel() > 1
         and not weight.is_meta
