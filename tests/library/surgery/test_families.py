@@ -39,6 +39,7 @@ every_family = pytest.mark.parametrize("name", TAKEN)
 @every_family
 def test_every_branch_acts_and_trains(name):
     model, report = checks.augmented(name)
+    assert report.config.init == "scratch"
     inputs = FAMILIES[name].inputs(model)
     layers = {id(model.get_submodule(each)) for each in report.swapped}
     assert layers == {id(layer) for layer in checks.branches(model).values()}
