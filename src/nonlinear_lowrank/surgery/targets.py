@@ -75,7 +75,10 @@ def _skipped_by_name(
             except re.error as error:
                 raise UserError(f"{option}={patterns!r} is not a regular expression: {error}") from error
             if not hits:
-                raise UserError(f"the pattern {pattern!r} matches no {kind}'s whole name; {hint}")
+                part = f"({pattern})" if "|" in pattern else pattern
+                wider = [each for each in (f".*{part}", f".*{part}.*") if any(map(re.compile(each).fullmatch, names))]
+                fix = f"{wider[0]!r} does" if wider else hint
+                raise UserError(f"the pattern {pattern!r} matches no {kind}'s whole name; {fix}")
             for name in hits:
                 if option == "exclude":
                     reasons.setdefault(name, "in exclude")

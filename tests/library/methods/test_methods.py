@@ -124,6 +124,8 @@ REFUSED = [
     (of(nn.LazyLinear(4)), (nlr.NobleConfig(rank=2), {}), "lazy layers.*; run one batch through it first"),
     (lambda: nn.Linear(4, 4), (nlr.NobleConfig(rank=2), {}), "it is a linear itself; put it into a module"),
     (FAMILIES["llama"], rational(include="typo"), r"'typo' matches no activation's whole name; they are model\."),
+    (FAMILIES["llama"], rational(include="mlp|x"), r"whole name; '\.\*\(mlp\|x\)\.\*' does"),
+    (FAMILIES["llama"], (nlr.NobleConfig(rank=2), {"exclude": "q_proj"}), r"whole name; '\.\*q_proj' does"),
     (FAMILIES["llama"], rational(include="("), "not a regular expression"),
     (FAMILIES["llama"], rational(exclude=".*act_fn"), r"nothing to swap in this LlamaForCausalLM: .*\(in exclude\)"),
     (FAMILIES["glm"], rational(select=["model"]), "rational replaces activations, and select= is for linears"),
