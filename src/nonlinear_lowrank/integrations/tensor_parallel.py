@@ -77,6 +77,8 @@ class NobleParallel(TensorParallelLayer):
             return 0 if name in ("weight", "bias", "noble_up", "noble_up_bias") else None
         if name in ("weight", "noble_down", "noble_up"):
             return 1
+        if name == "bias":  # added once, to the sum
+            return None
         depth = module.noble_config.depth  # of the bottleneck's last step the rows are u's columns
         last = {f"noble_{each}{depth}" for each in ("frequency", "phase", "bias")} | {f"noble_mix{depth - 1}"}
         return 0 if name in last else None

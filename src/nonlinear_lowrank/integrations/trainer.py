@@ -3,17 +3,21 @@
 Trainer's own groups have one learning rate, and it chooses what to decay by names, frequencies and phases included.
 """
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, TrainerCallback
 
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.hub.classes import in_files
 from nonlinear_lowrank.optim import Mismatch, mismatches, multiplier_roles, param_groups, warn_once
+from nonlinear_lowrank.validation import one_line
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -36,11 +40,30 @@ class TrainerMixin(_Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        _read_renamed(self.model if model is None else model, resume_from_checkpoint)
+        self._read_renamed(self.model if model is None else model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        _read_renamed(self.model, self.state.best_model_checkpoint)
+        self._read_renamed(self.model, self.state.best_model_checkpoint)
+
+    def _read_renamed(self, model: Any, folder: Any) -> None:
+        """Fill a model from a checkpoint in which tensors have other names than in memory."""
+        files, saved, own = list(Path(folder).glob("model*.safetensors")), set[str](), model.state_dict()
+        for file in files:
+            with safe_open(file, "pt") as tensors:
+                saved |= set(tensors.keys())
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled  # they have files of their own
+        if sharded or saved <= own.keys() or not isinstance(model, PreTrainedModel):
+            return
+        named = in_files(model, {name: each for file in files for name, each in load_file(file).items()}, reverse=True)
+        if not named.keys() <= own.keys():  # transformers' own names
+            widest = max((each.dtype for each in model.parameters()), key=lambda dtype: dtype.itemsize)
+            try:
+                named = type(model).from_pretrained(folder, dtype=widest).state_dict()
+            except Exception as error:  # a class whose constructor took more than the config
+                warnings.warn(f"the weights in {folder} were not restored ({one_line(error, 200)})", stacklevel=2)
+                return
+        model.load_state_dict(named, strict=False)  # a tied tensor is in files once
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Create the optimizer for the Trainer's model, or one that was wrapped first, unless the user gave one.
@@ -70,16 +93,6 @@ class TrainerMixin(_Trainer):
             return super().create_optimizer(*of_model)
         finally:
             self.optimizer_cls_and_kwargs = None  # Trainer has emptied it
-
-
-def _read_renamed(model: Any, folder: Any) -> None:
-    """Fill a model from a checkpoint in which tensors have other names than in memory."""
-    saved: set[str] = set()
-    for file in Path(folder).glob("model*.safetensors"):  # an adapter's, FSDP's and DeepSpeed's are called otherwise
-        with safe_open(file, "pt") as tensors:
-            saved |= set(tensors.keys())
-    if isinstance(model, PreTrainedModel) and saved - model.state_dict().keys():
-        model.load_state_dict(type(model).from_pretrained(folder, dtype=model.dtype).state_dict())
 
 
 class LearningRateCallback(TrainerCallback):

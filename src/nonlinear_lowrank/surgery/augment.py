@@ -289,7 +289,7 @@ def _was_trained(model: nn.Module) -> bool:
         and isinstance(weight := getattr(module, "weight", None), nn.Parameter)
         and weight.numel() > 1
         and not weight.is_meta
-        and bool(weight.amin() < weight.amax())
+        and bool(weight.float().amin() < weight.float().amax())  # float8 has neither
         for module in model.modules()
     )
 

@@ -63,6 +63,16 @@ def _tied_linears(model: nn.Module) -> dict[str, str]:
     return found
 
 
+def _tied_by_name(model: nn.Module) -> dict[str, str]:
+    """Return linears of a transformers model that it ties to others, with whatever is added to them: {name: why}."""
+    expand: Any = getattr(model, "get_expanded_tied_weights_keys", None)
+    tied: dict[str, str] = expand(all_submodels=True) if expand is not None else {}
+    return dict.fromkeys(
+        (key.rpartition(".")[0] for pair in tied.items() for key in pair),
+        "the model ties it to another layer, with what is added to it",
+    )
+
+
 def _skipped_by_name(
     names: Collection[str], include: Patterns, exclude: Patterns, kind: str, hint: str
 ) -> dict[str, str]:
@@ -106,6 +116,7 @@ def choose_linears(
     heads, bypassed, inside = output_head_names(model), bypassed_linears(model), dense_parts(model)
     if method.replaces_weights:
         heads = _tied_linears(model) | heads
+    heads = _tied_by_name(model) | heads
     modules = dict(model.named_modules())
     methods = {name: method_of_layer(module) for name, module in modules.items()}
     wrapped = {name: found.name for name, found in methods.items() if found and found.wraps}
