@@ -1,6 +1,7 @@
 """One training run of a model as a trial; its costs before it is trained, and baselines matched to an arm's."""
 
 import functools
+import inspect
 import math
 import sys
 import time
@@ -16,9 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from nlr_lab.bench.timing import interleaved_step_times
-from nlr_lab.runtime.environment import cpu_threads, many_compiled
+from nlr_lab.runtime.environment import cpu_threads, deterministic, many_compiled
 from nlr_lab.runtime.processes import on_rank_0, world_size
 from nlr_lab.training.arms import ARM_METHODS, Arm
+from nlr_lab.training.fp8 import to_float8
 from nlr_lab.training.methods import Sized, mlp_width
 from nlr_lab.training.recipe import Recipe, TrainConfig
 from nlr_lab.training.result import before, stability
@@ -34,6 +36,7 @@ from nlr_lab.training.run_folder import FREE
 from nlr_lab.training.trainer import smoothed
 from nonlinear_lowrank.analysis.cost import active_parameters, model_cost
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.hub.storage import hash_file
 from nonlinear_lowrank.methods.sine import SineLowRankLinear
 
 from . import report
@@ -84,7 +87,8 @@ def measure_arms(
         print(f"timing steps of {len(arms)} arms", file=sys.stderr)
     train = recipe.train
     try:
-        with cpu_threads(train.threads), many_compiled(train.compile, lengths_vary=prepared.lengths_vary):
+        compiled = many_compiled(train.compile, lengths_vary=prepared.lengths_vary)
+        with deterministic(train.deterministic), cpu_threads(train.threads), compiled:
             steppers, starts = {}, []
             for arm in arms:
                 begun = time.monotonic()
@@ -147,6 +151,8 @@ def training_step(recipe: Recipe, arm: Arm, prepared: Any) -> Callable[[], None]
     train = recipe.train
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     model = _build(recipe, arm, prepared).to(device).train()
+    if train.fp8:
+        to_float8(model)
     if train.gradient_checkpointing:  # as the Trainer does, under the name that this transformers version has
         enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
@@ -208,13 +214,16 @@ class ModelTrials(Trials):
         return arm.control
 
     def arm_settings(self, arm: Arm) -> dict[str, Any]:
-        return {
+        settings = {
             "method": arm.method,
             "settings": clean(dict(arm.settings)),
             "dense_init": arm.dense_init,
             "qk_norm": arm.qk_norm,
             "optimizer": arm.optimizer,
         }
+        if ":" in arm.method and (file := inspect.getsourcefile(arm.function())):
+            settings["code"] = hash_file(Path(file))  # seeds of two versions of a user's change are not to be mixed
+        return settings
 
     def choices(self, arm: Arm, grid: Sequence[float]) -> list[Choice]:
         rates = (arm.lr,) if arm.lr is not None else sorted(arm.grid) or grid or (self.recipe.train.lr,)
@@ -237,7 +246,8 @@ class ModelTrials(Trials):
         timed = rounds if limit.seconds is None else max(rounds, PACE_ROUNDS)
         known: dict[str, Any] = {"rounds": timed, "max_seconds": limit.timing, "quiet": self.quiet}
         found = self.measure_with(self.recipe, arms, self.prepared, **known)
-        notes = [_match_note(self.recipe, arm, found) for arm in arms if "match" in _own(arm)] + found.notes
+        named = {arm.name: arm for arm in arms}
+        notes = [_match_note(self.recipe, arm, named, found) for arm in arms if "match" in _own(arm)] + found.notes
         if not self.measure.is_loss and self.prepared.test is None:
             notes.append("Learning rates and best steps were chosen on the scored examples themselves.")
         paces = self._paces(found.times, found.start) if found.times else {}
@@ -355,13 +365,20 @@ def resolve_matches(recipe: Recipe, arms: Sequence[Arm]) -> list[Arm]:
     return resolved
 
 
-def _match_note(recipe: Recipe, arm: Arm, measured: Measurement) -> str:
-    """Return a sentence for the report."""
+def _match_note(recipe: Recipe, arm: Arm, named: Mapping[str, Arm], measured: Measurement) -> str:
+    """Return a sentence for the report; raise UserError where the real models differ from those that were matched."""
     own, plain = _own(arm), mlp_width(recipe.task.build_on_meta())
+    target = named[own["match"]]
+    more = measured.parameters[arm.name] - measured.parameters[target.name]
+    if more != _count(recipe, arm, "parameters") - _count(recipe, target, "parameters"):  # a budget's rank is another
+        raise UserError(
+            f"{arm.name} was matched to another rank than {target.name} has in a model of this vocabulary or number "
+            f"of classes; give {target.name} rank= in place of budget=, or --vocab-size as the data have it"
+        )
     by, counts = "parameters", dict[str, float | None](measured.parameters)
     if _by(arm) == "flops":
         by, counts = "FLOPs per token", measured.flops
-    mine, other = counts[arm.name], counts[own["match"]]
+    mine, other = counts[arm.name], counts[target.name]
     shown = "" if mine is None or other is None else f": {mine:,.0f} for {other:,.0f}"
     kind: Any = ARM_METHODS[_sized(arm)]
     return (

@@ -329,7 +329,7 @@ def _clouds(results: Record) -> list[str]:
     if untuned and results["n"]:
         who = "Learning rates were not tuned" if len(untuned) == len(arms) else f"Not tuned: {', '.join(untuned)}"
         lines.append(f"{who}: one that suits one arm better can pass for a gain of the method (--tune-lr).")
-    if _is_tuning(results):
+    if _is_tuning(results) or results["recipe"]["settings"].get("task.init_from"):
         return lines
     own = results["recipe"]["settings"].get("task.backbone.dense_init")
     inits = {arm["settings"]["dense_init"] or own for arm in arms if arm["control"]}

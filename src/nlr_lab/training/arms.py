@@ -229,18 +229,22 @@ class Arm:
         setup: AdapterSetup | None = None,
         *,
         dense_init: DenseInit | None = None,
+        begun: bool = False,
         verbose: bool = False,
     ) -> nn.Module:
         """Return the task's model with the change; methods and most functions change it in place.
 
-        `setup` has the task's facts of a pretrained model (None: trained from scratch), `dense_init` drew its linears
-        where the arm does not say. UserError where the method does not fit, or the function gives back no module.
+        `setup` has the task's facts of a pretrained model (None: none), `dense_init` drew its linears where the arm
+        does not say; `begun`: its pretraining goes on. UserError where the method does not fit, or the function gives
+        back no module.
         """
         if self.qk_norm and setup is not None:
             raise UserError("qk_norm is for models that are trained from scratch; omit it")
         if self.head_lr and not (setup and setup.head):
             raise UserError(f"{self.name}: the model has no new head, whose learning rate is head_lr; omit it")
         for kind, own in sorted(self._parts(), key=lambda part: part[0].stage or 0):
+            if kind.redraws and (setup is not None or begun):
+                raise UserError(f"{kind.name} is for models that are trained from scratch; omit it")
             model = kind.apply(model, own, setup, self.dense_init or dense_init or "stock", verbose)
         if self.qk_norm:
             augment(model, QKNormConfig(), verbose=verbose)
@@ -273,7 +277,8 @@ def apply_arm(recipe: Recipe, arm: Arm, model: nn.Module, *, verbose: bool = Fal
         setup = recipe.task.adapter_setup(model)
         if recipe.train.head_lr is not None and not (setup and setup.head):
             raise UserError("--head-lr does nothing: the model has no new head; omit it, or set --lr")
-        return arm.apply(model, setup, dense_init=drawn, verbose=verbose)
+        begun = bool(getattr(recipe.task, "init_from", ""))
+        return arm.apply(model, setup, dense_init=drawn, begun=begun, verbose=verbose)
 
 
 def is_adapted(model: Any) -> bool:
@@ -301,27 +306,28 @@ def optimizer_groups(model: nn.Module, recipe: Recipe, arm: Arm, lr: float) -> l
     groups = param_groups(model, lr, train.weight_decay, muon=muon, verbose=False)
     if muon and {group["optimizer"] for group in groups} != {"muon", "adamw"}:
         raise UserError(f"{arm.name} trains no dense matrices, which are what Muon takes; omit optimizer=muon")
-    if (ratio := arm.settings.get("plus")) and ":" not in arm.method:
-        groups = _split(groups, lambda name, each: each.ndim == 1 or _UP.search(name), ratio, "LoRA+ up")
     base: Any = model
     setup = recipe.task.adapter_setup(base.get_base_model() if is_adapted(model) else base)
     head_lr = arm.head_lr[0] if arm.head_lr else train.head_lr
+    heads: set[str] = set()
     if head_lr is not None and setup is not None and setup.head:
         # In an adapted model the names end in the adapter's and are further down.
         head = re.compile(rf"(?:^|\.)(?:{'|'.join(map(re.escape, setup.head))})\.")
-        if arm.head_lr or not all(head.search(name) for group in groups for name, _ in group["params"]):
-            groups = _split(groups, lambda name, _: head.search(name), head_lr / lr, "head")
-    return groups
+        names = {name for group in groups for name, _ in group["params"]}
+        found = set(filter(head.search, names))
+        heads = found if arm.head_lr or found != names else heads
+    if (ratio := arm.settings.get("plus")) and ":" not in arm.method:
+        fast = {name for group in groups for name, each in group["params"] if each.ndim == 1 or _UP.search(name)}
+        groups = _split(groups, fast - heads, ratio, "LoRA+ up")
+    return _split(groups, heads, (head_lr or lr) / lr, "head")
 
 
-def _split(
-    groups: list[dict[str, Any]], chosen: Callable[[str, nn.Parameter], Any], ratio: float, note: str
-) -> list[dict[str, Any]]:
+def _split(groups: list[dict[str, Any]], chosen: set[str], ratio: float, note: str) -> list[dict[str, Any]]:
     """The groups with the chosen parameters in groups of their own, at `ratio` times the learning rate."""
     split: list[dict[str, Any]] = []
     for group in groups:
-        own = [pair for pair in group["params"] if chosen(*pair)]
-        rest = [pair for pair in group["params"] if not chosen(*pair)]
+        own = [pair for pair in group["params"] if pair[0] in chosen]
+        rest = [pair for pair in group["params"] if pair[0] not in chosen]
         changed = {"lr": group["lr"] * ratio, "role": f"{group['role']} ({note})"}
         split += [{**group, "params": rest}] if rest else []
         split += [{**group, "params": own, **changed}] if own else []

@@ -44,6 +44,8 @@ class ArmKind:
     """Its settings have an `init` of their own; else `init=` is the dense init."""
     aliases: ClassVar[Mapping[str, str]] = {}
     """Short names of settings."""
+    redraws: bool = False
+    """It draws layers of its own in the place of the model's, and so is for models that are trained from scratch."""
     stage: int | None = None
     """Order in which an arm of several applies them, the lowest first; None: it can only be alone."""
 
@@ -172,6 +174,7 @@ _WIDE_SETTINGS = ({"ratio"}, {"hidden"}, {"match"}, {"match", "by"}, {"match", "
 class Sized(ArmKind):
     """A model whose MLPs are of another width: a setting `hidden`, or found by a comparison to `match` another arm."""
 
+    redraws = True
     by: str = "parameters"
     """Count that is matched where the arm does not say."""
     of_width: str = "MLPs"
@@ -182,9 +185,7 @@ class Sized(ArmKind):
         return mlp_width(model)
 
     def check(self, settings: Settings, setup: Setup) -> None:
-        """Raise UserError where the model is a pretrained one, or the width is not known yet."""
-        if setup is not None:
-            raise UserError(f"{self.name} is for models that are trained from scratch")
+        """Raise UserError where the width is not known yet."""
         if "match" in settings and "hidden" not in settings:
             raise UserError(
                 f"{self.name}:match={settings['match']} is resolved by nlr compare, beside that arm; "

@@ -22,6 +22,7 @@ from .methods import ArmKind, Settings, Setup, as_text
 class LowRank(ArmKind):
     """Every linear of the blocks becomes one of low rank, `rank_ratio` times its smaller side."""
 
+    redraws = True
     defaults: ClassVar[dict[str, float]] = {"rank_ratio": 0.25}
 
     def read(self, settings: Settings) -> dict[str, Any]:
@@ -37,8 +38,6 @@ class LowRank(ArmKind):
 
     @torch.no_grad()
     def apply(self, model: nn.Module, settings: Settings, setup: Setup, init: DenseInit, verbose: bool) -> nn.Module:
-        if setup is not None:
-            raise UserError(f"{self.name} is for models that are trained from scratch")
         chosen = {**self.defaults, **settings}
         heads = output_head_names(model)
         linears = [

@@ -195,7 +195,10 @@ class RunTrainer(Trainer):
         if prepared.score is not None:
             # Classifiers average over the examples of a micro-batch, whatever they are told; all are of one size.
             self.model_accepts_loss_kwargs = False
+        else:  # known of transformers' own classes alone, and a user's arm may be another
+            self._loss_shifts_labels = prepared.predicts_next
         self._writing = Background()
+        self._balancing: torch.Tensor | None = None  # the load-balancing part of the last micro-batch's loss
         self._untrained = 0.0  # loss of the first step's micro-batches
         self._keep_all = False  # while it is not known yet whether the newest checkpoints are of any use
         self._started = time.monotonic()
@@ -281,8 +284,9 @@ class RunTrainer(Trainer):
         # A router's load-balancing loss is a mean, and Trainer takes it for a micro-batch's share of a sum.
         if num_items_in_batch is not None and self._balances:
             share = 1 / self.current_gradient_accumulation_steps
-            weight = self.plain_model().config.router_aux_loss_coef
-            loss = loss + (share - (1 - smoothing) * times) * weight * outputs["aux_loss"].to(loss.device)
+            weighted = self.plain_model().config.router_aux_loss_coef * outputs["aux_loss"].to(loss.device)
+            loss = loss + (share - (1 - smoothing) * times) * weighted
+            self._balancing = share * weighted.detach()
         return (loss, outputs) if return_outputs else loss
 
     @functools.cached_property
@@ -294,6 +298,8 @@ class RunTrainer(Trainer):
         if self.args.world_size == 1:  # several processes learn of it at the next checkpoint, all at once
             self._writing.finish(wait=False)
         loss = super().training_step(*args, **kwargs)
+        if self._balancing is not None:  # what is logged is the text's alone, as in evaluations and other arms
+            loss = loss - self._balancing
         if self.state.global_step == 0:  # looked at once, a GPU need not wait again
             self._untrained += float(self.accelerator.gather(loss.detach().reshape(1)).mean())
             if self.accelerator.sync_gradients:

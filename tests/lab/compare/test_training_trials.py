@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from compare_helpers import BASE, CONTROL, NOBLE, tiny_recipe
 from nlr_lab.compare import compare, model_trials
 from nlr_lab.compare.model_trials import measure_arms, training_step
 from nlr_lab.training import Arm
+from refusals import assert_refused
 
 
 @pytest.fixture
@@ -62,6 +64,41 @@ def test_timed_step_is_a_training_step(tiny):
     moved = [not torch.equal(old, new) for old, new in zip(before, cells["trained"], strict=True)]
     assert sum(moved) >= len(moved) - 1, "every parameter with a gradient is stepped"
     assert cells["batch"]["input_ids"].shape == (2, 16), "a micro-batch is the batch over the accumulation"
+
+
+def test_steps_are_timed_as_runs_take_them(tiny, monkeypatch):
+    recipe, prepared = tiny
+    seen = []
+    monkeypatch.setattr(model_trials, "to_float8", lambda model: seen.append("float8"))
+    monkeypatch.setattr(
+        model_trials,
+        "interleaved_step_times",
+        lambda *_, **__: seen.append(torch.are_deterministic_algorithms_enabled()),
+    )
+    exact = replace(recipe, train=replace(recipe.train, deterministic=True, bf16=True, fp8=True))
+    measure_arms(exact, (BASE,), prepared, rounds=1)
+    assert seen == ["float8", True]
+
+
+def test_a_match_is_of_the_datas_vocabulary(tiny, tmp_path):
+    recipe, prepared = tiny
+    prepared.tokenizer.save_pretrained(tmp_path / "own")
+    named = replace(recipe.task.text, tokenizer=str(tmp_path / "own"), vocab_size=4000)
+    recipe = replace(recipe, task=replace(recipe.task, text=named))
+    texts = "noble:budget=10%,name=noble", "wide-mlp:match=noble,name=wide"
+    arms = model_trials.resolve_matches(recipe, [Arm.parse(text) for text in texts])
+    counts = measure_arms(recipe, arms, recipe.task.prepare(progress=False), rounds=0).parameters
+    assert counts["noble"] <= counts["wide"] < counts["noble"] + 2 * 3 * 16
+
+
+def test_seeds_of_two_versions_of_a_users_change_are_not_mixed(tmp_path, monkeypatch):
+    recipe, change = tiny_recipe(tmp_path), tmp_path / "own_change.py"
+    change.write_text("def change(model):\n    return model")
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"arms": (BASE, Arm.parse("own_change:change")), "seeds": 1, "timing_rounds": 0, "quiet": True}
+    compare(recipe, tmp_path / "out", **options)
+    change.write_text("def change(model):\n    return model  # another")
+    assert_refused("code of arm .own_change.change. was", compare, recipe, tmp_path / "out", resume=True, **options)
 
 
 def test_end_to_end_through_the_real_training(tmp_path):

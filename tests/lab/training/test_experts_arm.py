@@ -12,6 +12,7 @@ from nlr_lab.compare.model_trials import forward_flops
 from nlr_lab.tasks.text.language_model import LanguageModelTask
 from nlr_lab.training import Arm, run_training
 from nlr_lab.training.arms import apply_arm, build_model
+from nlr_lab.training.trainer import RunTrainer
 from nonlinear_lowrank.analysis import model_cost
 from nonlinear_lowrank.hub import load_model
 from training_helpers import LENGTH, FakeText, make_recipe
@@ -92,28 +93,42 @@ class ReadyTask(LanguageModelTask):
         return TEXT
 
 
-def losses(folder, aux_loss, **settings):
-    recipe = make_recipe(f"moe:hidden=16,experts=4,aux_loss={aux_loss}", dropout=0.0, lr=1e-30, **settings)
-    recipe = replace(recipe, task=ReadyTask(text=recipe.task.text, backbone=recipe.task.backbone))
-    run_training(recipe, folder, quiet=True)
-    record = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    return record["train_curve"][-1][1], record["final_loss"]
-
-
-def test_load_balancing_loss_is_in_training_alone(tmp_path):
+def test_load_balancing_loss_is_in_training_alone(tmp_path, monkeypatch):
     # With a learning rate of next to nothing the losses are those of the start.
     known = {"steps": 4, "eval_every": 4, "log_every": 4, "save_every": 4, "warmup_steps": 0}
-    plain, evaluated = losses(tmp_path / "plain", 0.0, **known)
-    train, same = losses(tmp_path / "with", 5.0, **known)
-    assert same == evaluated
+    minimised, whole = [], RunTrainer.compute_loss
+
+    def noted(*args, **kwargs):
+        found = whole(*args, **kwargs)
+        minimised.append(float((found[0] if isinstance(found, tuple) else found).detach()))
+        return found
+
+    def losses(name, aux_loss, accumulated=1, **settings):
+        """Loss that is minimised in a step, that which is logged, and that of the evaluation."""
+        arm = f"moe:hidden=16,experts=4,aux_loss={aux_loss}"
+        recipe = make_recipe(arm, dropout=0.0, lr=1e-30, gradient_accumulation=accumulated, **known, **settings)
+        recipe = replace(recipe, task=ReadyTask(text=recipe.task.text, backbone=recipe.task.backbone))
+        minimised.clear()
+        run_training(recipe, tmp_path / name, quiet=True)
+        record = json.loads((tmp_path / name / "result.json").read_text(encoding="utf-8"))
+        return sum(minimised[: 4 * accumulated]) / 4, record["train_curve"][-1][1], record["final_loss"]
+
+    monkeypatch.setattr(RunTrainer, "compute_loss", noted)
+    plain, logged, evaluated = losses("plain", 0.0)
+    assert logged == pytest.approx(plain)
+    train, same, same_too = losses("with", 5.0)
+    assert same == pytest.approx(logged)
+    assert same_too == evaluated
     assert train - plain == pytest.approx(5.0 * 2, rel=0.05)  # 2 where the load is even, as at the start nearly
     # In micro-batches it is a mean over them, not their sum.
-    split, same = losses(tmp_path / "split", 5.0, gradient_accumulation=4, **known)
-    assert same == pytest.approx(evaluated), "batches of the evaluation are micro-batches"
+    split, same, same_too = losses("split", 5.0, accumulated=4)
+    assert same == pytest.approx(logged)
+    assert same_too == pytest.approx(evaluated), "batches of the evaluation are micro-batches"
     assert split - plain == pytest.approx(5.0 * 2, rel=0.05)
     # Smoothed labels leave it as it is.
-    smooth, _ = losses(tmp_path / "smooth", 0.0, label_smoothing=0.5, **known)
-    both, _ = losses(tmp_path / "both", 5.0, label_smoothing=0.5, gradient_accumulation=2, **known)
+    smooth, logged, _ = losses("smooth", 0.0, label_smoothing=0.5)
+    both, same, _ = losses("both", 5.0, accumulated=2, label_smoothing=0.5)
+    assert same == pytest.approx(logged)
     assert both - smooth == pytest.approx(5.0 * 2, rel=0.05)
 
 

@@ -144,6 +144,9 @@ def test_lora_plus_groups_are_those_of_peft(root):
     assert ours == pytest.approx(expected)
     assert set(ours.values()) == {1e-2, 16 * 1e-2}
 
+    groups = optimizer_groups(model, recipe, replace(recipe.arm, head_lr=(0.5,)), 1e-2)
+    assert {group["lr"] for group in groups for name, _ in group["params"] if "classifier." in name} == {0.5}
+
 
 def test_lora_plus_trains_factors_of_embeddings_alike(root):
     recipe = helpers.recipe(helpers.glue_task(root), "lora:r=2,plus=16,target_modules=.*word_embeddings")

@@ -103,6 +103,8 @@ def test_starts_that_do_not_fit_are_refused_before_any_work(first, tmp_path):
     refused = {
         "is not a folder": _from(tmp_path / "absent"),
         "init=noble would redraw the weights": _from(start, "baseline:init=noble"),
+        "wide-mlp is for models that are trained from scratch": _from(start, "wide-mlp:hidden=48"),
+        "cola is for models that are trained from scratch": _from(start, "cola"),
         "sequence_length 16 exceeds the 8 positions": _from(short),
     }
     for words, recipe in refused.items():

@@ -6,6 +6,7 @@ memory whole.
 
 import codecs
 import contextlib
+import functools
 import gzip
 import hashlib
 import io
@@ -204,7 +205,8 @@ class TextData(Corpus):
     """"bpe" (a byte-level BPE trained on the training documents), "wordpiece" (of BERT's kind, likewise), a folder
     with GPT-2's files or BERT's vocab.txt, a tokenizer.json, or a hub name. Token files can do with "none"."""
     vocab_size: int = 2048
-    """Entries of the vocabulary that "bpe" and "wordpiece" learn, or that ids without a tokenizer have."""
+    """Entries of the vocabulary that "bpe" and "wordpiece" learn, or that ids without a tokenizer have; those of a
+    tokenizer on the hub where a model is counted before the text is read."""
     sequence_length: int = 256
     """Tokens a sequence, T; the model predicts T - 1 of them."""
     eval_sequences: int = 256
@@ -226,6 +228,19 @@ class TextData(Corpus):
             check_integer("vocab_size", self.vocab_size, minimum=257)  # every byte, and the end of text
         if self.tokenizer == NO_TOKENIZER:
             check_integer("vocab_size", self.vocab_size, minimum=2)
+
+    def known_vocab_size(self) -> int:
+        """Return the entries of the vocabulary, before any text is read; of a tokenizer on the hub `vocab_size`."""
+        if self.tokenizer in (*LEARNED, NO_TOKENIZER) or not Path(self.tokenizer).exists():
+            return self.vocab_size
+        return _size_of_tokenizer(self.tokenizer)
+
+
+@functools.cache
+def _size_of_tokenizer(path: str) -> int:
+    from .tokenizers import load_tokenizer, vocabulary_size
+
+    return vocabulary_size(load_tokenizer(path))
 
 
 def load_rows(name: str, config: str | None = None, *, split: str, **options: Any) -> Any:

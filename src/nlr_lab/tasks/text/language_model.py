@@ -180,7 +180,7 @@ class TextTask(Task):
             from .start import start_folder
 
             return model_on_meta(start_folder(self.init_from))
-        return build_meta(self.backbone.model_class, self._config(self.text.vocab_size))
+        return build_meta(self.backbone.model_class, self._config(self.text.known_vocab_size()))
 
     def _config(self, vocab_size: int, **tokens: int | None) -> Any:
         return self.backbone.config(vocab_size, self.text.sequence_length, **tokens)

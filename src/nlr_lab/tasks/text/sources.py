@@ -256,6 +256,9 @@ def _prepare_mixture(config: TextData, parts: tuple[tuple[str, float], ...], pro
     first = prepared[0]
     if own and any(each.facts.get("held_out_documents_dropped_as_also_in_train") for each in prepared):
         raise UserError(f"documents of {config.valid_source} are also in the mixture; give other held-out text")
+    few = [name for name, size, each in zip(names, sizes, prepared, strict=True) if len(each.valid) < size]
+    if few and not own and progress:
+        print(f"note: {', '.join(few)}: fewer held-out sequences than the weight asks for; the evaluation has them all")
     valid = first.valid if own else JoinedBlocks([each.valid for each in prepared])
     train = MixedBlocks([each.train for each in prepared], names, weights)
     shape: dict[str, Any] = {"vocab_size": first.vocab_size}
