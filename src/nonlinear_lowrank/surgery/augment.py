@@ -286,7 +286,7 @@ def _was_trained(model: nn.Module) -> bool:
     """
     return any(map(_was_loaded, model.modules())) or any(
         any(kind in type(module).__name__ for kind in ("LayerNorm", "RMSNorm"))
-        and isinstance(weight := getattr(module, "weight", None), nn.Parameter)
+        and type(weight := getattr(module, "weight", None)) is nn.Parameter  # a fake one, or a shard, has no values
         and weight.numel() > 1
         and not weight.is_meta
         and bool(weight.float().amin() < weight.float().amax())  # float8 has neither

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES = {"vocab_size": 96, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, **HEADS}
 CASES = {
     "cosine": (LlamaConfig, {"rank": 4, "up_bias": True, "output_scale": 1.5}),
-    "official": (LlamaConfig, {"rank": 4, "bottleneck_bias": True}),
+    "official": (partial(LlamaConfig, attention_bias=True, mlp_bias=True), {"rank": 4, "bottleneck_bias": True}),
     "uneven": (LlamaConfig, {"rank": 5}),
     "deep": (LlamaConfig, {"rank": 4, "depth": 3}),
     "shallow": (LlamaConfig, {"rank": 5, "depth": 1}),

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from transformers import AutoConfig, BertConfig, EncoderDecoderConfig, EncoderDecoderModel
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, EncoderDecoderConfig, EncoderDecoderModel
 from transformers.pytorch_utils import Conv1D
 
 import nonlinear_lowrank as nlr
@@ -76,6 +76,24 @@ def test_auto_init_keeps_weights_that_training_has_changed(tmp_path):
         trained.model.norm.weight[0] += 0.1
     filled.load_state_dict(trained.state_dict())
     assert init_of(filled) == "pretrained"
+
+
+def test_linears_that_the_model_ties_to_others_are_skipped_and_the_rest_reloads(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 67, "adapter_rank": 4}
+    mamba = {"mamba_d_state": 8, "mamba_headdim": 16, "n_mamba_heads": 4, "mamba_ngroups": 1, "chunk_size": 4}
+    blocks = {"num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"], "num_mem_blocks": 1}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("zamba2", **sizes, **mamba, **blocks)).eval()
+    report = nlr.augment(model, NobleConfig(rank=2), verbose=False)
+    assert any("ties it to another layer" in why for why in report.skipped.values())
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            value.add_(torch.randn_like(value), alpha=0.1 * ("noble" in name))
+    inputs = {"input_ids": torch.arange(4, 16)[None], "use_cache": False}
+    before = model(**inputs).logits
+    model.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(**inputs).logits, before)
+    model.resize_token_embeddings(67)
+    assert torch.equal(model(**inputs).logits, before)
 
 
 def test_a_pooler_that_the_decoder_never_reads_is_skipped():

@@ -47,6 +47,17 @@ class Sequential(Model):
         return self.more(x)
 
 
+class InAList(Model):
+    def __init__(self):
+        super().__init__()
+        self.order = [self.first, nn.ReLU(), self.second]
+
+    def body(self, x):
+        for each in self.order:
+            x = each(x)
+        return self.more[0](x)
+
+
 class Unpacked(Model):
     def body(self, x):
         weight, bias = self.first.weight, self.first.bias
@@ -94,7 +105,14 @@ class SwitchedEncoder(Encoder):
             layer.activation_relu_or_gelu = 0
 
 
-MODELS = {InPlace: [], Sequential: [], Unpacked: ["first"], Fused: ["first", "second"], FusedInEvaluation: ["first"]}
+MODELS = {
+    InPlace: [],
+    Sequential: [],
+    InAList: [],
+    Unpacked: ["first"],
+    Fused: ["first", "second"],
+    FusedInEvaluation: ["first"],
+}
 MODELS |= {Encoder: [], OwnActivationEncoder: [], SwitchedEncoder: []}
 
 
