@@ -88,8 +88,8 @@ class Ladder:
     batch_size: int
     """Sequences of a step, over all processes and micro-batches."""
     gradient_accumulation: int = 1
-    """Micro-batches that a process splits its share of a step into; memory and rounding change, and a router's balance, which
-    each has of its own."""
+    """Micro-batches that a process splits its share of a step into; memory and rounding change, and a router's
+    balance, which each has of its own."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass, a block at a time: less memory, a third more time."""
     warmup_share: float = 0.05

@@ -33,8 +33,8 @@ class TrainConfig:
     batch_size: int
     """Sequences per optimizer step, over all processes and micro-batches."""
     gradient_accumulation: int = 1
-    """Micro-batches that a process splits its share of the batch into; memory and rounding change, and a router's balance, which
-    each has of its own."""
+    """Micro-batches that a process splits its share of the batch into; memory and rounding change, and a router's
+    balance, which each has of its own."""
     lr: float
     """Peak learning rate of multiplier 1."""
     head_lr: float | None = None
