@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import field, fields, make_dataclass, replace
 from decimal import Decimal
+from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_type_hints
 
@@ -132,20 +133,28 @@ def parse_recipe(
     rest = _with_lengths(of_file, rest, own["train"])
     parsed = parse(options, rest, command=f"{command} {shown or name}", description=description, default=default)
     chosen = {each: getattr(parsed, each) for each in own}
-    if getattr(chosen.get("task"), "init_from", ""):
-        _check_start(chosen["task"].backbone, own["task"].backbone, users)
     if "task" in chosen:
+        _check_used(chosen["task"], own["task"], users)
         chosen["task"] = chosen["task"].with_data_known()
     return replace(recipe, **chosen), parsed
 
 
-def _check_start(backbone: Any, before: Any, arguments: Sequence[str]) -> None:
-    """Raise UserError where the user changes the backbone that a model of --init-from replaces."""
-    for each in fields(before):
-        option = _option(f"task.backbone.{each.name}")
-        given = any(word.partition("=")[0] == option for word in arguments)
-        if given and getattr(backbone, each.name) != getattr(before, each.name):
-            raise UserError(f"{option} does nothing: --init-from brings the whole model; omit one of them")
+def _check_used(task: Any, before: Any, arguments: Sequence[str]) -> None:
+    """Raise UserError for an option beside another that leaves it without effect."""
+    unused, text = dict[str, str](), getattr(task, "text", None)
+    if getattr(task, "init_from", ""):
+        names = [*(f"backbone.{each.name}" for each in fields(task.backbone)), "tie_embeddings"]
+        unused |= dict.fromkeys(names, "--init-from brings the whole model")
+    if getattr(text, "valid_source", None):
+        unused["text.valid_fraction"] = "--valid-source is held out whole"
+    if text is not None and text.vocab_size != text.known_vocab_size():
+        unused["text.vocab_size"] = f"{text.tokenizer} has {text.known_vocab_size()} tokens"
+    for name, why in unused.items():
+        option, value = _option(f"task.{name}"), attrgetter(name)
+        words = option, re.sub(r"([^.]+)$", r"no-\1", option)
+        given = any(word.partition("=")[0] in words for word in arguments)
+        if given and value(task) != value(before):
+            raise UserError(f"{option} does nothing: {why}; omit one of them")
 
 
 def take_option(name: str, arguments: Sequence[str]) -> tuple[str | None, list[str]]:

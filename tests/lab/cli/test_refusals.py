@@ -122,6 +122,8 @@ ROWS = [  # a command, and words of the line
     ("compare llm-demo --config width.toml --init-from=x", "--task.backbone.width does nothing: --init-from brings"),
     ("train llm-demo --init-from x --config whole.json --layers 7", "--task.backbone.layers does nothing"),
     ("train llm-demo --init-from x --config whole.json", "x is not a folder"),
+    ("train llm-demo --valid-source x --valid-fraction 0.3", "--task.text.valid-fraction does nothing: --valid-source"),
+    ("train gpt3-demo --init-from x --no-tie-embeddings", "--task.tie-embeddings does nothing: --init-from brings"),
     ("finetune glue-minilm --init-from x", "--init-from: use --checkpoint, a folder or a model's name"),
     ("train llm-demo --threads 0", "--threads must be a positive integer, got 0"),
     ("convert --lrr 3 a b", "unrecognized argument --lrr"),
