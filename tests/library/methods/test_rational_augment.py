@@ -97,7 +97,7 @@ def test_a_pooler_is_taken_when_it_is_asked_for():
     assert model.bert.pooler.activation.rational_config.activation == "tanh"
     assert report.skipped == dict.fromkeys(two(BERT_MLP), "not in include")
     with pytest.raises(UserError, match=r"activation's whole name; they are .*bert\.encoder\.layer\.\*\.intermediate"):
-        augment(model, exclude="pooler")
+        augment(model, exclude="poolr")
 
 
 class Mixed(nn.Module):
