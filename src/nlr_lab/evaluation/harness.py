@@ -263,6 +263,11 @@ def _generate(
                 temperature=None,
                 top_p=None,
                 top_k=None,
+                repetition_penalty=1.0,  # not those that come with the checkpoint
+                no_repeat_ngram_size=0,
+                length_penalty=1.0,
+                min_new_tokens=None,
+                suppress_tokens=None,
                 max_new_tokens=MAX_NEW_TOKENS,
                 pad_token_id=padding,
             )

@@ -35,6 +35,7 @@ _SUFFIXES = (".png", ".jpg", ".jpeg")
 _NEAR, _FAR = NerfSettings.near, NerfSettings.far
 _NEAR_PLANE = 0.75  # LLFF: the nearest depth becomes 1 / 0.75; the near plane of device coordinates is at 1
 _DISTORTION = ("k1", "k2", "k3", "k4", "p1", "p2")
+_CAMERAS = ("PINHOLE", "SIMPLE_PINHOLE", "OPENCV", "FULL_OPENCV", "RADIAL", "SIMPLE_RADIAL")  # without distortion
 
 
 @dataclass(frozen=True)
@@ -268,6 +269,9 @@ def _read_side(path: Path, side: Path) -> _Side:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{side} cannot be read: {one_line(error)}") from error
     frames = table.get("frames") if isinstance(table, dict) else None
+    if frames and table.get("test_filenames"):
+        fix = "put their frames into transforms_train.json and transforms_test.json"
+        raise UserError(f"{side.name} lists its own test_filenames, which are not read; {fix}")
     if not isinstance(frames, list) or not frames:
         raise UserError(f"{side} names no frames")
     files = []
@@ -294,6 +298,8 @@ def _intrinsics(name: str, table: dict[str, Any], height: int, width: int) -> tu
     """Focal lengths and centre, out of the field of view, or of lengths in pixels of pictures w wide (and h high)."""
     if bad := [key for key in _DISTORTION if table.get(key)]:
         raise UserError(f"{name} has lens distortion ({', '.join(bad)}); undistort the pictures first")
+    if table.get("is_fisheye") or str(table.get("camera_model", "PINHOLE")) not in _CAMERAS:
+        raise UserError(f"{name} is of another camera than a pinhole's; undistort the pictures first")
     lens = {key: table[key] for key in ("w", "h", "fl_x", "fl_y", "cx", "cy", "camera_angle_x") if key in table}
     for key, value in lens.items():
         check_number(f"{name}: {key}", value, above=0)

@@ -109,11 +109,15 @@ class Laws(Draws):
         """Return the FLOPs at which the reference's law has the arm's loss at its largest rung, over the arm's FLOPs.
 
         Above the reference's own FLOPs it is an extrapolation; infinite where the law never comes down to that loss.
+        A law that does not fall says which side of it the arm is on alone: infinite below it, 0 above it.
         """
         E, A, b = _fit(self._scaled(reference), self._drawn(reference))
         above = self._drawn(arm)[:, -1] - E
+        there = self.compute[arm][-1] / self.compute[reference][0]
         with np.errstate(all="ignore"):
-            needed = np.where(above > 0, (A / np.maximum(above, 1e-300)) ** (1 / b), np.inf)
+            falling = (A / np.maximum(above, 1e-300)) ** (1 / np.where(b > 0, b, 1.0))
+            level = np.where(above < A * there**-b, np.inf, 0.0)
+            needed = np.where(above > 0, np.where(b > 0, falling, level), np.inf)
         return self._interval(needed * self.compute[reference][0] / self.compute[arm][-1])
 
     def _scaled(self, arm: str) -> Array:

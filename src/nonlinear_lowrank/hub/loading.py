@@ -114,6 +114,8 @@ def check_causal(path: str | Path, config: dict[str, Any] | None = None) -> None
     """Raise UserError unless a folder's model, or that of a config, continues text; before its weights are read."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    from . import image_tokens  # noqa: F401  # registers its class
+
     config = read_json(check_folder(path) / "config.json") if config is None else config
     registered = {each.__name__ for each in MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.values()}
     names = config.get("architectures") or ["no model class"]

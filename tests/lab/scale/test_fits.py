@@ -67,6 +67,12 @@ def test_a_loss_below_the_references_floor_is_never_reached():
     assert math.isinf(below.multiplier("arm", "plain").value)
 
 
+@pytest.mark.parametrize(("arm", "factor"), [(2.5, math.inf), (3.5, 0.0)])
+def test_a_law_that_does_not_fall_says_the_side_alone(arm, factor):
+    rising = {"plain": [np.full(2, 3.0), np.full(2, 3.1)], "arm": [np.full(2, 3.0), np.full(2, arm)]}
+    assert Laws({"plain": COMPUTE[:2], "arm": COMPUTE[:2]}, rising).multiplier("arm", "plain").value == factor
+
+
 def test_the_best_rate_is_the_least_of_a_parabola():
     tried = [(rate, (math.log(rate) - math.log(5e-3)) ** 2) for rate in (2e-3, 4e-3, 8e-3, 1.6e-2)]
     assert best_rate(tried) == pytest.approx(5e-3)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -355,6 +356,8 @@ def test_a_converted_model_keeps_its_tokenizer_and_draws(kind, tmp_path, request
 
 
 def test_evaluate_repeats_the_loss_of_training(trained, capsys):
+    code = f"from nonlinear_lowrank.hub.loading import check_causal; check_causal({str(trained / 'model')!r})"
+    subprocess.run([sys.executable, "-c", code], check=True)  # where nothing else has registered its class
     out = succeed(capsys, "evaluate", trained)
     loss = json.loads((trained / "result.json").read_text())["final_loss"]
     assert f"loss {loss:.4f} nats a token over {16 * 4} tokens" in out

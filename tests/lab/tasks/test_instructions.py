@@ -80,7 +80,7 @@ def test_every_kind_of_file_gives_the_same(tmp_path):
     assert examples(lines, "chat", rows=1) == [Example(chat)]
     shared = [{"from": "human", "value": "the cat"}, {"from": "gpt", "value": "sat on"}]
     records = [{"messages": CHAT[:2]}, {"conversations": shared}, {"prompt": CHAT[:1], "completion": CHAT[1:2]}]
-    assert examples(write(tmp_path / "b.jsonl", records)) == [Example(CHAT[:2])] * 3
+    assert examples(write(tmp_path / "b.jsonl", records)) == [*[Example(CHAT[:2])] * 2, Example(CHAT[:2], given=1)]
     empty = [{"instruction": "x", "output": "  "}, {"instruction": " ", "input": "", "output": "x"}]
     empty += [{"prompt": "x", "completion": ""}, {"messages": []}]
     empty += [{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": " "}]}]
@@ -147,6 +147,7 @@ def test_only_answers_and_their_ends_are_learned(tokenizer):
     assert encoded(tokenizer, "the cat ", "sat on [SEP]") == ("the cat sat on [SEP]", "sat on [SEP]")
     assert encoded(tokenizer, CHAT)[1] == "sat on [SEP] very red [SEP]"
     assert tokenizer.chat_template is not None, "it is saved with the tokenizer"
+    assert encoded(tokenizer, CHAT, "", 3)[1] == "very red [SEP]", "an answer in the question is asked, not learned"
 
 
 def test_a_template_without_marks_learns_the_last_answer(tokenizer):

@@ -15,6 +15,7 @@ import nonlinear_lowrank as nlr
 from cli_helpers import python_prints
 from nlr_lab.compare import compare
 from nlr_lab.evaluation.losses import open_saved, score_held_out
+from nlr_lab.tasks.finetune.pretrained import Pretrained
 from nlr_lab.tasks.task import AdapterSetup, Measure
 from nlr_lab.training import Arm, Recipe, TrainConfig, TrainResult, run_training
 from nlr_lab.training.arms import ARM_METHODS, apply_arm, build_model, optimizer_groups
@@ -130,6 +131,20 @@ def test_losses_that_cannot_be_smoothed_and_inputs_without_embeddings_are_refuse
     ):
         assert_refused(words, train, helpers.recipe(task, **settings), tmp_path / "out")
         assert not (tmp_path / "out").exists()
+
+
+def test_decoders_classify_by_the_last_token_that_is_not_padding(root, tmp_path):
+    config = Path(helpers.language_model(tmp_path)) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": 5}))  # not the tokenizer's
+    task = replace(helpers.glue_task(root), model=Pretrained(checkpoint=str(tmp_path), targets=("q_proj",)))
+    prepared = task.prepare(progress=False)
+    model = task.build_model(prepared, seed=0).eval()
+    cut = [
+        {name: value[: 2 + index] for name, value in prepared.train[index].items() if value.ndim} for index in range(4)
+    ]
+    rows = [{**prepared.train[index], **each} for index, each in enumerate(cut)]
+    alone = torch.cat([model(**prepared.collate([row])).logits for row in rows])
+    torch.testing.assert_close(model(**prepared.collate(rows)).logits, alone)
 
 
 def test_lora_plus_groups_are_those_of_peft(root):

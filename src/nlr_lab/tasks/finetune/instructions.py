@@ -24,7 +24,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +163,8 @@ class Example:
 
     prompt: str | list[dict[str, str]]
     answer: str = ""
+    given: int = 0
+    """Messages of a conversation that are asked, answers in them included."""
 
 
 def read_examples(source: str, template: str, rows: int | None = None) -> Iterator[Example | str]:
@@ -204,7 +206,8 @@ def _example(record: Any, template: str, where: str) -> Example | str:
         case {"messages": list(messages)} | {"conversations": list(messages)}:
             return _chat(messages, where)
         case {"prompt": list(question), "completion": list(reply)}:
-            return _chat(question + reply, where)
+            example = _chat(question + reply, where)
+            return replace(example, given=len(question)) if isinstance(example, Example) else example
         case {"prompt": str(prompt), "completion": str(answer)}:
             example = _asked(prompt, "", answer, template) if template == "chat" else Example(prompt, answer)
         case {"instruction": str(prompt), "output": str(answer)} if isinstance(record.get("input") or "", str):
@@ -296,18 +299,26 @@ def encode(tokenizer: Any, examples: Iterable[Example]) -> Iterator[tuple[np.nda
             whole = tokenizer(text=f"{example.prompt}{example.answer}{end}")["input_ids"]
         elif re.search(r"\{%-?\s*generation\b", template := template or _chat_template(tokenizer)):
             made = apply(example.prompt, chat_template=template, return_assistant_tokens_mask=True)
-            yield np.array(made["input_ids"], dtype=np.int32), np.array(made["assistant_masks"], dtype=bool)
+            learned = np.array(made["assistant_masks"], dtype=bool)
+            if example.given:
+                asked = apply(example.prompt[: example.given], chat_template=template)["input_ids"]
+                learned[: _common(asked, made["input_ids"])] = False
+            yield np.array(made["input_ids"], dtype=np.int32), learned
             continue
         else:
             *earlier, last = (index for index, each in enumerate(example.prompt) if each["role"] == "assistant")
-            if earlier:
+            if any(index >= example.given for index in earlier):
                 fix = "mark them with {% generation %} in the template"
                 warnings.warn(f"the chat template marks no answers: only a chat's last is learned; {fix}", stacklevel=2)
             prompt = apply(example.prompt[:last], add_generation_prompt=True)["input_ids"]
             whole = apply(example.prompt[: last + 1])["input_ids"]
         # As trl does: the answer begins where the tokens of the prompt and those of the whole part.
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False))
-        yield np.array(whole, dtype=np.int32), np.arange(len(whole)) >= len(list(same))
+        yield np.array(whole, dtype=np.int32), np.arange(len(whole)) >= _common(prompt, whole)
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """Return how many first tokens are the same."""
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
 
 
 def _chat_template(tokenizer: Any) -> str:

@@ -267,6 +267,8 @@ class FinetuneTask(Task):
         model = self.model.load(self.kind, len(prepared.classes) or 1, seed)
         if prepared.classes:
             name_classes(model, prepared.classes)
+        if self.kind == "text":  # decoders classify by the last token that is not padding
+            model.config.get_text_config().pad_token_id = prepared.tokenizer.pad_token_id
         return model
 
     def build_on_meta(self) -> Any:
