@@ -228,7 +228,8 @@ def render_report(results: Record) -> str:
     parts = [
         f"# {results['recipe']['name']}: {results['problem']}",
         f"Score: {score_label(results)}, mean and standard deviation over n = {results['n']} seeds ({seeds}). "
-        f"Where an arm had a choice of init and learning rate, it runs at its best of seed {results['tuning_seed']}. "
+        "Where an arm had a choice of init and learning rate, it runs at its best "
+        f"of seed {results['tuning_seed']} by this score. "
         f"`late` is what the last {100 * max(shares, default=0.2):.0f} % of the steps added to the score. "
         f"Sizes are shares of the dense network's {results['dense_parameters']:,} parameters.",
         markdown_table(*_arm_table(results)),
