@@ -6,7 +6,7 @@ import inspect
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -63,14 +63,15 @@ def _tied_linears(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def _tied_by_name(model: nn.Module) -> dict[str, str]:
-    """Return linears of a transformers model that it ties to others, with whatever is added to them: {name: why}."""
-    expand: Any = getattr(model, "get_expanded_tied_weights_keys", None)
-    tied: dict[str, str] = expand(all_submodels=True) if expand is not None else {}
-    return dict.fromkeys(
-        (key.rpartition(".")[0] for pair in tied.items() for key in pair),
-        "the model ties it to another layer, with what is added to it",
-    )
+def _tied_by_name(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Return modules that a transformers model ties to others with all that is in them: {name: why}."""
+    parts: list[str] = []
+    for name, module in model.named_modules():
+        if getattr(module, "get_expanded_tied_weights_keys", dict)():  # else the config ties nothing
+            start, keys = re.escape(f"{name}.") if name else "", module._tied_weights_keys
+            parts += [start + part.removeprefix("^") for pair in keys.items() for part in pair]
+    why = "the model ties it to another, with what is added to it"
+    return {name: why for name in names if any(re.match(part, f"{name}.added") for part in parts)}
 
 
 def _skipped_by_name(
@@ -116,8 +117,8 @@ def choose_linears(
     heads, bypassed, inside = output_head_names(model), bypassed_linears(model), dense_parts(model)
     if method.replaces_weights:
         heads = _tied_linears(model) | heads
-    heads = _tied_by_name(model) | heads
     modules = dict(model.named_modules())
+    heads = _tied_by_name(model, modules) | heads
     methods = {name: method_of_layer(module) for name, module in modules.items()}
     wrapped = {name: found.name for name, found in methods.items() if found and found.wraps}
     held = {name for name, module in modules.items() if expert_tensors(module)}
@@ -176,7 +177,7 @@ def choose_found(
     folded = sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in places if name})
     those = f"they are {', '.join(folded[:8])}" if folded else "the model has none"
     given = _skipped_by_name(places, include, exclude, method.kind, those)
-    skipped: dict[str, str] = {}
+    skipped = _tied_by_name(model, found.targets)
     for name, target in found.targets.items():
         if why := given.get(name) or ((target.skipped or target.refused) if include is None else ""):
             skipped[name] = target.skipped or why
