@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, TrainerCallback
@@ -47,23 +46,22 @@ class TrainerMixin(_Trainer):
         self._read_renamed(self.model, self.state.best_model_checkpoint)
 
     def _read_renamed(self, model: Any, folder: Any) -> None:
-        """Fill a model from a checkpoint in which tensors have other names than in memory."""
-        files, saved, own = list(Path(folder).glob("model*.safetensors")), set[str](), model.state_dict()
-        for file in files:
+        """Fill a model from a checkpoint in which transformers has other names for tensors than in memory."""
+        saved: set[str] = set()
+        for file in Path(folder).glob("model*.safetensors"):
             with safe_open(file, "pt") as tensors:
                 saved |= set(tensors.keys())
+        own = model.state_dict()
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled  # they have files of their own
-        if sharded or saved <= own.keys() or not isinstance(model, PreTrainedModel):
+        if sharded or not isinstance(model, PreTrainedModel) or saved <= own.keys() | in_files(model, own).keys():
             return
-        named = in_files(model, {name: each for file in files for name, each in load_file(file).items()}, reverse=True)
-        if not named.keys() <= own.keys():  # transformers' own names
-            widest = max((each.dtype for each in model.parameters()), key=lambda dtype: dtype.itemsize)
-            try:
-                named = type(model).from_pretrained(folder, dtype=widest).state_dict()
-            except Exception as error:  # a class whose constructor took more than the config
-                warnings.warn(f"the weights in {folder} were not restored ({one_line(error, 200)})", stacklevel=2)
-                return
-        model.load_state_dict(named, strict=False)  # a tied tensor is in files once
+        widest = max((each.dtype for each in model.parameters()), key=lambda dtype: dtype.itemsize)
+        try:
+            named = type(model).from_pretrained(folder, dtype=widest).state_dict()
+        except Exception as error:  # a class whose constructor took more than the config
+            warnings.warn(f"the weights in {folder} were not restored ({one_line(error, 200)})", stacklevel=2)
+        else:
+            model.load_state_dict(named, strict=False)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Create the optimizer for the Trainer's model, or one that was wrapped first, unless the user gave one.
