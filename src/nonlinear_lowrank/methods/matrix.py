@@ -115,9 +115,11 @@ def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module
         for name, child in list(parent._modules.items()):  # named_children skips repeats
             if child is not None and child in replacements:
                 setattr(parent, name, replacements[child])
-        for held in vars(parent).values():  # Mask2Former's blocks call their layers from a list of their own
-            if isinstance(held, list):
-                held[:] = [replacements.get(each, each) if isinstance(each, nn.Module) else each for each in held]
+        # Mask2Former's blocks call their layers from a list of their own.
+        for held in (each for each in vars(parent).values() if isinstance(each, list)):
+            for place, each in enumerate(held):
+                if isinstance(each, nn.Module) and each in replacements:
+                    held[place] = replacements[each]
 
 
 def holders(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:
