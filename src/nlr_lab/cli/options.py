@@ -141,19 +141,18 @@ def parse_recipe(
 
 def _check_used(task: Any, before: Any, arguments: Sequence[str]) -> None:
     """Raise UserError for an option beside another that leaves it without effect."""
-    unused, text = dict[str, str](), getattr(task, "text", None)
+    given, text = {word.partition("=")[0] for word in arguments}, getattr(task, "text", None)
+    unused: dict[str, str] = {}
     if getattr(task, "init_from", ""):
         names = [*(f"backbone.{each.name}" for each in fields(task.backbone)), "tie_embeddings"]
         unused |= dict.fromkeys(names, "--init-from brings the whole model")
     if getattr(text, "valid_source", None):
         unused["text.valid_fraction"] = "--valid-source is held out whole"
-    if text is not None and text.vocab_size != text.known_vocab_size():
-        unused["text.vocab_size"] = f"{text.tokenizer} has {text.known_vocab_size()} tokens"
+    if text is not None and "--task.text.vocab-size" in given and text.vocab_size != (size := text.known_vocab_size()):
+        unused["text.vocab_size"] = f"{text.tokenizer} has {size} tokens"
     for name, why in unused.items():
         option, value = _option(f"task.{name}"), attrgetter(name)
-        words = option, re.sub(r"([^.]+)$", r"no-\1", option)
-        given = any(word.partition("=")[0] in words for word in arguments)
-        if given and value(task) != value(before):
+        if given & {option, re.sub(r"([^.]+)$", r"no-\1", option)} and value(task) != value(before):
             raise UserError(f"{option} does nothing: {why}; omit one of them")
 
 

@@ -35,6 +35,7 @@ _SUFFIXES = (".png", ".jpg", ".jpeg")
 _NEAR, _FAR = NerfSettings.near, NerfSettings.far
 _NEAR_PLANE = 0.75  # LLFF: the nearest depth becomes 1 / 0.75; the near plane of device coordinates is at 1
 _DISTORTION = ("k1", "k2", "k3", "k4", "p1", "p2")
+_SPLITS = ("train_filenames", "val_filenames", "test_filenames")
 _CAMERAS = ("PINHOLE", "SIMPLE_PINHOLE", "OPENCV", "FULL_OPENCV", "RADIAL", "SIMPLE_RADIAL")  # without distortion
 
 
@@ -269,11 +270,11 @@ def _read_side(path: Path, side: Path) -> _Side:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{side} cannot be read: {one_line(error)}") from error
     frames = table.get("frames") if isinstance(table, dict) else None
-    if frames and table.get("test_filenames"):
-        fix = "put their frames into transforms_train.json and transforms_test.json"
-        raise UserError(f"{side.name} lists its own test_filenames, which are not read; {fix}")
     if not isinstance(frames, list) or not frames:
         raise UserError(f"{side} names no frames")
+    if lists := [key for key in _SPLITS if table.get(key)]:
+        fix = "put the frames into transforms_train.json and transforms_test.json"
+        raise UserError(f"{side.name} has {' and '.join(lists)}, which are not read; {fix}")
     files = []
     for number, frame in enumerate(frames):
         if not isinstance(frame, dict) or "transform_matrix" not in frame or not is_inside(frame.get("file_path")):

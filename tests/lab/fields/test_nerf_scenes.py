@@ -191,7 +191,7 @@ def test_folders_without_transforms_and_broken_ones_are_refused(tmp_path):
     for wrong, match in [
         ({**good, "k1": 0.1}, "lens distortion"),
         ({**good, "camera_model": "OPENCV_FISHEYE"}, "another camera than a pinhole's"),
-        ({**good, "test_filenames": ["test/0.png"]}, "test_filenames, which are not read; put their frames into"),
+        ({**good, "test_filenames": ["test/0.png"]}, "test_filenames, which are not read; put the frames into"),
         ({**good, "camera_angle_x": float("nan")}, "camera_angle_x must be"),
         ({"frames": good["frames"]}, "needs camera_angle_x"),
         ({**good, "frames": []}, "names no frames"),

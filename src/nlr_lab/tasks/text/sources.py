@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -258,7 +259,8 @@ def _prepare_mixture(config: TextData, parts: tuple[tuple[str, float], ...], pro
         raise UserError(f"documents of {config.valid_source} are also in the mixture; give other held-out text")
     few = [name for name, size, each in zip(names, sizes, prepared, strict=True) if len(each.valid) < size]
     if few and not own and progress:
-        print(f"note: {', '.join(few)}: fewer held-out sequences than the weight asks for; the evaluation has them all")
+        what = f"{', '.join(few)}: fewer held-out sequences than the weight asks for; the evaluation has them all"
+        print(f"note: {what}", file=sys.stderr)
     valid = first.valid if own else JoinedBlocks([each.valid for each in prepared])
     train = MixedBlocks([each.train for each in prepared], names, weights)
     shape: dict[str, Any] = {"vocab_size": first.vocab_size}
