@@ -309,8 +309,8 @@ def check_first_steps(optimizer: Optimizer) -> None:
         return
     _begun.add(optimizer)
     _trained.update(layer for layer, own in _branches() if any(id(each) in held for each in own))
-    if sum(len(group["params"]) for group in optimizer.param_groups) < 2:
-        return
+    if sum(len(group["params"]) for group in optimizer.param_groups) < 2 or isinstance(optimizer, torch.optim.LBFGS):
+        return  # LBFGS takes one group, and its line search one learning rate
     _warn_of_bypassed(held)
     found = mismatches(optimizer.param_groups)
     parts = []

@@ -36,7 +36,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Method, dense_part, method_of_layer
 from nonlinear_lowrank.methods.experts import ExpertsLayer
 from nonlinear_lowrank.surgery.augment import apply_saved
-from nonlinear_lowrank.surgery.split import SplitLinear, drawn_whole
+from nonlinear_lowrank.surgery.split import SplitLinear, drawn_whole, saved_splits
 
 from .modeling_file import write_modeling_file
 from .registration import CLASS_PREFIX, FIELD, OWN_TYPES, TYPE_PREFIX
@@ -487,13 +487,19 @@ def _share_processors(base: Any, twin: Any) -> None:
 
 
 def make_saveable(model: nn.Module, entry: dict[str, Any]) -> None:
-    """Turn an augmented transformers model into its twin; `augment` calls it. Other modules stay as they are.
+    """Turn an augmented transformers model into its twin, and those inside any other module; `augment` calls it.
 
     Args:
         model: the model, its layers swapped already.
-        entry: {"method", "config", "modules"} of the augmentation.
+        entry: {"method", "config", "modules"} of the augmentation, and "split" where projections were.
     """
-    if not isinstance(model, PreTrainedModel) or not getattr(model.config, "model_type", ""):
+    if not isinstance(model, PreTrainedModel):
+        for name, child in model.named_children():
+            if own := [each.removeprefix(f"{name}.") for each in entry["modules"] if each.startswith(f"{name}.")]:
+                splits = {"split": saved_splits(child, own)} if "split" in entry else {}
+                make_saveable(child, {**entry, "modules": own, **splits})
+        return
+    if not getattr(model.config, "model_type", ""):
         return
     plain_config, memo = model.config, {}  # type: ignore[var-annotated]
     config = copy.deepcopy(plain_config, memo)

@@ -121,7 +121,7 @@ def _on_speech(speech: Any) -> None:
 
 def _on_augment(augment: Any) -> None:
     def make_saveable(model: Any, entry: dict[str, Any]) -> None:
-        if hasattr(model, "save_pretrained"):
+        if any(hasattr(each, "save_pretrained") for each in model.modules()):
             importlib.import_module("nonlinear_lowrank.hub.classes").make_saveable(model, entry)
 
     augment.after_augment.append(make_saveable)

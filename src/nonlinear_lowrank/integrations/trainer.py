@@ -38,7 +38,7 @@ class TrainerMixin(_Trainer):
     """
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        super()._load_from_checkpoint(resume_from_checkpoint, *_if_given(model))
         self._read_renamed(self.model if model is None else model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
@@ -69,13 +69,18 @@ class TrainerMixin(_Trainer):
         Raises:
             UserError: FSDP1, which flattens tensors.
         """
-        of_model = () if model is None else (model,)
         if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
-            return super().create_optimizer(*of_model)
+            return super().create_optimizer(*_if_given(model))
         trained: Any = self.model if model is None else model
         if isinstance(trained, FullyShardedDataParallel):
             raise UserError("FSDP1 flattens matrices and loses their roles; use FSDP2 (fsdp_config={'version': 2})")
         kind, settings = self.get_optimizer_cls_and_kwargs(self.args, trained)
+        plain = settings.get("optimizer_dict")
+        if isinstance(plain, list) and not any("lr" in group for group in plain):
+            # sentence-transformers' groups, by decay alone: of the tensors of its losses, the model's among them.
+            losses = self.loss  # type: ignore[attr-defined]
+            trained = torch.nn.ModuleList(losses.values() if isinstance(losses, dict) else [losses])
+            del settings["optimizer_dict"]
         brings = {"params", "model", "optimizer_dict"} & settings.keys()  # groups of its own
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and not brings:
             groups = param_groups(trained, self.args.learning_rate, self.args.weight_decay, verbose=False)
@@ -88,7 +93,7 @@ class TrainerMixin(_Trainer):
             )
         self.optimizer_cls_and_kwargs = (kind, settings)
         try:
-            return super().create_optimizer(*of_model)
+            return super().create_optimizer(*_if_given(model))
         finally:
             self.optimizer_cls_and_kwargs = None  # Trainer has emptied it
 
@@ -164,6 +169,11 @@ class LearningRateCallback(TrainerCallback):
                 part["weight_decay"] = 0.0
             parts.append(part)
         return [part for part in parts if part["params"]]
+
+
+def _if_given(model: Any) -> tuple[Any, ...]:
+    """Return the argument that some of Trainer's methods have only in newer versions or in some subclasses."""
+    return () if model is None else (model,)
 
 
 def _unwrapped(optimizer: Any) -> Any:

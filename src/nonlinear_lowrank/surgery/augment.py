@@ -55,7 +55,7 @@ def augment(
     come first: when an error is raised, the model is as it was. A method that discards loaded weights warns of it.
 
     Args:
-        model: any module; a transformers model also becomes saveable with its branches.
+        model: any module; a transformers model, or one inside it, also becomes saveable with its branches.
         config: a method's config, e.g. `NobleConfig(rank=64)`.
         include: regular expression(s) that a module's whole name must match; default: the method's own choice,
             mostly all.

@@ -277,3 +277,39 @@ def test_sentence_transformers_keeps_an_adapter(config, tmp_path):
     model.save_pretrained(str(tmp_path / "out"))
     again = sentences.SentenceTransformer(str(tmp_path / "out"), device="cpu")
     assert again.encode(["the cat sat"]) == pytest.approx(adapted, abs=1e-6)
+
+
+def test_sentence_transformers_trains_resumes_and_saves_branches(tmp_path):
+    sentences = pytest.importorskip("sentence_transformers")
+    losses = sentences.sentence_transformer.losses
+    path = finetune_helpers.encoder(tmp_path / "bert", dropout=0.0)
+    rows = Dataset.from_list([{"one": f"the {word} sat", "two": f"a {word}"} for word in ("cat", "dog", "man", "sun")])
+
+    class MixedTrainer(nlr.TrainerMixin, sentences.SentenceTransformerTrainer):
+        pass
+
+    def made(loss, **options):
+        torch.manual_seed(0)
+        model = sentences.SentenceTransformer(path, device="cpu")
+        nlr.augment(model, nlr.NobleConfig(rank=4), verbose=False)
+        settings = {"max_steps": 4, "save_steps": 2, "learning_rate": 1e-2, "use_cpu": True, "report_to": []}
+        settings |= {"per_device_train_batch_size": 4, "disable_tqdm": True, "seed": 1}
+        args = sentences.SentenceTransformerTrainingArguments(output_dir=str(tmp_path / "run"), **settings)
+        return MixedTrainer(model, args, train_dataset=rows, loss=loss(model, **options))
+
+    trainer = made(losses.SoftmaxLoss, sentence_embedding_dimension=32, num_labels=2)
+    groups = {id(each): group["lr"] for group in trainer.create_optimizer().param_groups for each in group["params"]}
+    expected = nlr.param_groups(trainer.loss, 1e-2, verbose=False)
+    assert groups == {id(each): pytest.approx(group["lr"]) for group in expected for _, each in group["params"]}
+    assert id(trainer.loss.classifier.weight) in groups
+
+    whole, resumed = made(losses.MultipleNegativesRankingLoss), made(losses.MultipleNegativesRankingLoss)
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    trained = whole.model.encode(["the cat sat", "a dog"])
+    assert resumed.model.encode(["the cat sat", "a dog"]) == pytest.approx(trained, abs=1e-6)
+    whole.model.save_pretrained(str(tmp_path / "out"))
+    again = sentences.SentenceTransformer(str(tmp_path / "out"), device="cpu")
+    assert again.encode(["the cat sat", "a dog"]) == pytest.approx(trained, abs=1e-6)
+    with nlr.branches_disabled(again):
+        assert again.encode(["the cat sat", "a dog"]) != pytest.approx(trained, abs=1e-4)

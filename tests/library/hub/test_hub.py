@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import nonlinear_lowrank as nlr
@@ -223,6 +224,20 @@ def test_a_model_around_an_augmented_part_is_not_saved_without_it(part, tmp_path
     listed.model.save_pretrained(tmp_path)
     loaded = hf.AutoModel.from_pretrained(tmp_path)
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in listed.model.state_dict().items())
+
+
+def test_models_inside_a_module_are_saved_with_their_branches(tmp_path):
+    whole = nn.ModuleDict(
+        {"one": llama(), "head": nn.ModuleDict({"two": FAMILIES["gpt2"]()}), "plain": nn.Linear(32, 32)}
+    )
+    nlr.augment(whole, nlr.NobleConfig(rank=3, up_scale=1.0), split_fused=True, verbose=False)
+    for name in ("one", "head.two"):
+        part = whole.get_submodule(name).eval()
+        part.save_pretrained(tmp_path / name)
+        loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        tokens = torch.arange(9)[None]
+        torch.testing.assert_close(loaded(tokens).logits, part(tokens).logits)
+        assert loaded.state_dict().keys() == part.state_dict().keys()
 
 
 def test_trainer_finds_the_loss_of_the_base(saved):

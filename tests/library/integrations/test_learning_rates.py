@@ -32,7 +32,7 @@ def warned(model, *optimizers, steps=1):
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             for optimizer in optimizers:
-                optimizer.step()
+                optimizer.step(lambda: 0.0)
     return [str(each.message) for each in caught if each.category is nlr.LearningRateWarning]
 
 
@@ -111,6 +111,11 @@ def test_muon_and_a_ratio_of_ones_own_are_not_warned_of():
     for role in ("noble.frequency", "noble.phase", "noble.up", "noble.mix"):
         groups[role]["lr"] = 2e-3
     assert not warned(model, SGD(groups.values()))
+
+
+def test_one_learning_rate_for_all_that_lbfgs_asks_for_is_not_warned_of():
+    model = augmented()
+    assert not warned(model, torch.optim.LBFGS(model.parameters()), steps=3)
 
 
 def test_rates_are_compared_within_a_layer():

@@ -161,8 +161,10 @@ def test_plain_weights_load_into_an_augmented_model(tmp_path):
     assert torch.equal(model.model.layers[1].self_attn.q_proj.weight, plain.model.layers[1].self_attn.q_proj.weight)
 
 
-def test_offloaded_models_compute_the_same(tmp_path):
-    model, tokens = _augmented(FAMILIES["llama"]()).eval(), torch.arange(9)[None]
+@pytest.mark.parametrize("settings", [{}, {"share_down": "qkv"}, {"share_down": "qkv", "fuse_shared_inputs": True}])
+def test_offloaded_models_compute_the_same(settings, tmp_path):
+    model, tokens = FAMILIES["llama"]().eval(), torch.arange(9)[None]
+    nlr.augment(model, NobleConfig(rank=4, up_scale=1.0, **settings), verbose=False)
     wanted = model(tokens).logits
     offloaded = copy.deepcopy(model)
     accelerate.cpu_offload(offloaded, execution_device="cpu")

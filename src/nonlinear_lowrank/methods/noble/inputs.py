@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import align_module_device
 from torch import Tensor
 
 from nonlinear_lowrank.errors import UserError
@@ -90,6 +91,9 @@ class SharedDown(HandOff):
 
     def _product(self, x: Tensor) -> tuple[Tensor, Tensor]:
         down = self.owner.noble_down
+        if down.is_meta:  # offloaded by accelerate, which holds it in memory during the owner's own forward alone
+            with align_module_device(self.owner):
+                down = self.owner.noble_down
         if (dtype := autocast_dtype(x)) is not None:
             x, down = x.to(dtype), down.to(dtype)
         return x, F.linear(x, down)
