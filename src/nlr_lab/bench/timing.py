@@ -19,6 +19,8 @@ from nonlinear_lowrank.errors import UserError
 
 from .settings import Clock, Mode
 
+_LEAST = 6  # rounds: of fewer, not even the lowest and the highest ratio hold the median between them in 95 %
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
@@ -28,7 +30,7 @@ class Ratio:
     lower_quartile: float
     upper_quartile: float
     low: float
-    """Lower end of the 95 % interval."""
+    """Lower end of the 95 % interval; the bootstrap's of fewer than `_LEAST` rounds holds the median less often."""
     high: float
     """Upper end."""
     n: int
@@ -37,6 +39,8 @@ class Ratio:
     """Bootstrap error of the median's logarithm; None for one round."""
 
     def __str__(self) -> str:
+        if self.n < _LEAST:
+            return f"{self.median:.3f} (n = {self.n})"
         return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 

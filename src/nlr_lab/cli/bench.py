@@ -50,12 +50,12 @@ def run_bench(arguments: list[str]) -> None:
 
     options = parse(Options, rest, command=f"bench {what}", description=BENCHES[what])
     for name in ("out", "picture"):
-        path = getattr(options, name)
-        check_parent(path, f"--{name}")
-        if path is not None and Path(path).is_dir():
-            raise UserError(f"{path} is a folder; name a file (--{name})")
+        check_parent(getattr(options, name), f"--{name}")
     if options.picture is not None and what in ("kernels", "traffic"):
         raise UserError(f"nlr bench {what} draws no picture; omit --picture")
+    for name in ("clock", "rounds", "warmup") if what == "memory" else ():
+        if getattr(options, name) != getattr(Options, name):
+            raise UserError(f"nlr bench memory times nothing; omit --{name}")
     config = config_class(**{field.name: getattr(options, field.name) for field in fields(config_class)})
     module = importlib.import_module(f"nlr_lab.bench.{'training' if what in _TRAINING else what}")
     result = getattr(module, f"bench_{what}")(config, progress=print)

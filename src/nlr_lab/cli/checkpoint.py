@@ -65,7 +65,9 @@ def check_out(options: Any, marker: str, what: str) -> None:
 
 
 def check_parent(path: str | Path | None, option: str) -> None:
-    """Raise UserError where the folder of an output file is missing."""
+    """Raise UserError where the folder of an output file is missing, or a folder has its name."""
+    if path is not None and Path(path).is_dir():
+        raise UserError(f"{path} is a folder; name a file ({option})")
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise UserError(f"no such folder: {Path(path).parent} ({option})")
 

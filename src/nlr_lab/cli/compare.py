@@ -30,7 +30,8 @@ class _Options:
     """End within this many minutes, the report included: no seed is begun that would exceed them, and where the first
     would, all runs are shortened to fewer steps, which the report says."""
     reference: str | None = None
-    """Name of the arm that the table compares with; none: the first; for neural fields, the first dense one."""
+    """Name of the arm that the table compares with; none: the first. For neural fields, where each sine is compared
+    with the low rank of its size, of the step times alone; none: the first dense one."""
     workers: int | None = None
     """Runs side by side, on this machine's GPUs or cores, or on the Ray cluster that RAY_ADDRESS names (needs
     the extra "ray"); more runs than GPUs share them. None: one after another."""

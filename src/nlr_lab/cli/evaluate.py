@@ -223,7 +223,7 @@ def _score_text_and_tasks(folder: Path, options: EvaluateOptions) -> dict[str, A
             scores |= score_tasks(model, tokenizer, named, local=compared, **more, **limits)
         results["tasks"] = scores
         results["data"] = [asdict(file) for file in local.files]
-        print("\n".join(task_table(scores, local.hidden)))
+        print("\n".join(task_table(scores, local.hidden - set(options.tasks))))
     return results
 
 

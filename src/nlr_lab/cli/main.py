@@ -22,6 +22,7 @@ from pathlib import Path
 
 from nlr_lab.recipes import KINDS, RECIPES
 from nlr_lab.runtime.processes import rank
+from nlr_lab.runtime.signals import StoppedBySignal
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import install_hint, one_line
 
@@ -44,7 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         what, code = str(error) or "interrupted", getattr(error, "exit_code", 130)
         if rank() != 0:
             return code
-        return _fail(f"{what}; {_how_to_resume(arguments)}", code)
+        how = _how_to_resume(arguments)
+        if "--overwrite" in arguments and not isinstance(error, StoppedBySignal):
+            # Nobody here knows whether it has deleted the former runs yet.
+            how += " (where no new run had begun, run the command itself again: --resume would take the former runs)"
+        return _fail(f"{what}; {how}", code)
     except BrokenPipeError:
         # The reader (`| head`) has gone. Without this, the interpreter complains again while it shuts down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -248,6 +248,8 @@ def findings(results: Record) -> list[str]:
     """Say what was found for each pair, and how far apart the kinds' curves are."""
     metric = results["metric"]
     lines = [graded(delta_sentence(name, other, pair, metric), pair) for name, other, pair in pairs_of(results)]
+    if not results["against"]:
+        lines.append("Nothing is compared: no sine could be with a low rank of its size.")
     return lines + _distance_sentences(results) + list(results["notes"])
 
 

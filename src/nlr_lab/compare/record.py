@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,17 @@ class Folder:
             if len(found) > 1:
                 notes.append(f"Runs of this folder were made {how}: {', '.join(found)}.")
         return notes
+
+    def left_out_notes(self, seeds: Collection[int]) -> list[str]:
+        """Return a sentence for arms and seeds that have finished runs in this folder and are not named now."""
+        runs = self.path / "runs"
+        places = [file.relative_to(runs).parts for file in runs.glob(f"*/**/seed-*/{RESULT}")]
+        done = {(parts[0], int(parts[-2].removeprefix("seed-"))) for parts in places}
+        arms = sorted({arm for arm, _ in done} - self.now["arms"].keys())
+        others = sorted({seed for arm, seed in done if arm not in arms} - set(seeds))
+        found = [f"arm `{arm}`" for arm in arms] + [f"seed {seed}" for seed in others]
+        why = "Not named in this call, and left out though the folder has their runs"
+        return [f"{why}: {', '.join(found)}. p (Holm) does not count them."] if found else []
 
     def load_times(self, rounds: int, threads: int | None) -> dict[str, list[float]] | None:
         """Return step times of an earlier session, if they are of these arms on this kind of machine."""

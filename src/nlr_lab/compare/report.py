@@ -140,6 +140,8 @@ def delta_sentence(name: str, reference: str, pair: Record, metric: Record) -> s
     delta, n = pair["delta"], pair["n"]
     if delta["value"] is None:
         return f"`{name}`: no {metric['name']} difference from `{reference}` can be given ({delta['note']})."
+    if delta["value"] == 0 and delta["low"] is None:
+        return f"`{name}`: the same {metric['name']} as `{reference}` (n = {n}), so no difference is shown."
     size = f"{abs(delta['value']):.4f} {metric['unit'] or 'of ' + metric['name']}"
     side = "lower" if delta["value"] < 0 else "higher"
     if delta["low"] is None:
@@ -214,7 +216,7 @@ def _time_text(time: Record | None) -> str:
     if time is None:
         return NONE
     low, high = 100 * (time["lower_quartile"] - 1), 100 * (time["upper_quartile"] - 1)
-    return f"{100 * (time['median'] - 1):+.1f} % [{low:+.1f}, {high:+.1f}]"
+    return f"{100 * (time['median'] - 1):+.1f} %" + (f" [{low:+.1f}, {high:+.1f}]" if time["n"] > 1 else " (n = 1)")
 
 
 def _ratio_cells(pair: Record, *names: str) -> Row:

@@ -153,7 +153,10 @@ def compare(
                     folder.save_times(measured.times, own_threads)
         session.known_notes += measured.notes
         if resume:
-            session.known_notes += on_rank_0(folder.version_notes)
+            left_out = on_rank_0(lambda: folder.left_out_notes((plan.tuning_seed, *plan.seeds)))
+            for note in left_out:
+                session.console.print(note)
+            session.known_notes += on_rank_0(folder.version_notes) + left_out
         if measured.times and (taken := len(measured.times[plan.reference])) < rounds:
             note = f"Step times are of {taken} rounds, not of {rounds}, to keep within the time limit."
             session.known_notes.append(note)

@@ -182,7 +182,8 @@ def _find_mmlu(asked: set[str], folder: Path, shots: int) -> list[LocalTask]:
     for subject in present:
         examples = dev.get(subject, [])[:shots]
         if len(examples) < shots:
-            raise UserError(f"{more.name} has {len(examples)} examples of {subject}, not {shots}; try --num-fewshot")
+            what = f"{len(examples)} examples of {subject}, not {shots}"
+            raise UserError(f"{more.name} has {what}; try --num-fewshot {len(examples)}")
         topic = subject.replace("_", " ")
         about = f"The following are multiple choice questions (with answers) about {topic}.\n\n"
         tasks.append(

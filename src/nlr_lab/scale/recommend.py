@@ -225,7 +225,7 @@ def sentence(found: Recommendation, budget: str | None) -> str:
         assert best.hours is not None
         lines = [
             f"{best.text}: {best.hours.value:+.3f} [{best.hours.low:+.3f}, {best.hours.high:+.3f}] nats in equal hours "
-            f"are predicted ({n})."
+            f"are predicted ({n}); the best of {len(found.choices)} arms, its interval not corrected for their number."
         ]
     if widths := sorted({each.timed_width for each in found.choices if each.timed_width is not None}):
         at = f"width{'s' if len(widths) > 1 else ''} {', '.join(map(str, widths))}"

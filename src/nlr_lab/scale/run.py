@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,20 +67,13 @@ def run_ladder(
     check_integer("timing_rounds", timing_rounds, minimum=0)
     if workers is not None:
         check_workers(workers)
-    plans = {  # invalid comparisons raise here
-        rung: Plan(ModelTrials(recipe), arms, ladder.seeds, ladder.tune_lr, None, ladder.max_extensions)
-        for rung, recipe in recipes.items()
-    }
+    for recipe in recipes.values():  # invalid comparisons raise here
+        Plan(ModelTrials(recipe), arms, ladder.seeds, ladder.tune_lr, None, ladder.max_extensions)
     ModelTrials(recipes[rungs[0]]).join(path)
     on_rank_0(lambda: _check(path, ladder))
     options: dict[str, Any] = {"seeds": ladder.seeds, "tune_lr": ladder.tune_lr, "workers": workers, "quiet": quiet}
     options |= {"max_extensions": ladder.max_extensions, "timing_rounds": timing_rounds}
     command = command or command_line()
-    for rung, plan in plans.items():
-        gone = on_rank_0(partial(_left_out, path / rung.name / RESULTS, plan))
-        if gone and rank() == 0:
-            said = f"the record will leave out {gone} of former calls; name them to keep them"
-            print(f"{rung.name}: {said}", file=sys.stderr)
     for rung in rungs:
         trials = ModelTrials(recipes[rung])
         predicted = predict(path, ladder, rung, arms, trials, quiet=quiet)
@@ -109,16 +101,6 @@ def write(path: Path, command: str) -> dict[str, Any]:
         draw(path / PICTURE, results)
         write_text(path / REPORT, render(results))
     return results
-
-
-def _left_out(file: Path, plan: Plan) -> str:
-    """Return the arms and seeds of a rung's record that a plan lacks, as words."""
-    if not file.is_file():
-        return ""
-    former = read_json(file, "delete it: nlr scale recreates it", arms=list, seeds=list)
-    names = {arm.name for arm in plan.arms}
-    arms = [f"arm {arm['name']}" for arm in former["arms"] if arm["name"] not in names]
-    return ", ".join([*arms, *(f"seed {seed}" for seed in former["seeds"] if seed not in plan.seeds)])
 
 
 def _check(path: Path, ladder: Ladder) -> None:

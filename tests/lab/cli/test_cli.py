@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field, fields
@@ -20,6 +21,7 @@ from nlr_lab.cli import main as cli
 from nlr_lab.cli.bench import BENCHES
 from nlr_lab.cli.options import parse
 from nlr_lab.recipes import RECIPES
+from nlr_lab.runtime.signals import StoppedBySignal
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.methods.base import all_methods
 from nonlinear_lowrank.validation import install_hint
@@ -153,9 +155,14 @@ def test_ctrl_c_says_how_to_resume(capsys, monkeypatch):
     fail(monkeypatch, KeyboardInterrupt())
     code, _, err = run(capsys, "compare", "llm-demo", "--out", "a b", "--overwrite")
     assert code == 130
-    # --overwrite would delete what is to be continued.
-    assert err.endswith("nlr compare llm-demo --out 'a b' --resume\n")
-    assert err.count("\n") == 1
+    # --overwrite would delete what is to be continued, and --resume before that continue what was to be deleted.
+    assert err == (
+        "nlr: interrupted; resume from the last checkpoint with: nlr compare llm-demo --out 'a b' --resume (where no "
+        "new run had begun, run the command itself again: --resume would take the former runs)\n"
+    )
+    fail(monkeypatch, StoppedBySignal(signal.SIGINT, " at step 3"))
+    again = "stopped by SIGINT at step 3; resume from the last checkpoint with: nlr compare llm-demo --out a --resume"
+    assert run(capsys, "compare", "llm-demo", "--out", "a", "--overwrite") == (130, "", f"nlr: {again}\n")
     assert "--resume" not in run(capsys, "inspect", "llm-demo")[2]
 
 

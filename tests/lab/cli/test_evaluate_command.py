@@ -257,6 +257,7 @@ def test_a_model_that_does_not_continue_text_is_refused(folder, capsys, tmp_path
         ("--split test --source text.txt", "--split is for the run of nlr finetune"),
         ("--tasks piqa_local --data DATA --format generate --beams 0", "--beams must be a positive integer, got 0"),
         ("--tasks piqa_local --data DATA --format guess", "--format"),
+        ("--tasks piqa_local --data DATA --out DATA", "DATA is a folder; name a file (--out)"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(folder, capsys, arguments, message):

@@ -91,6 +91,7 @@ ROWS = [  # a command, and words of the line
     ("bench kernels --picture k.png", "draws no picture"),
     ("bench traffic --hardware h1", "unknown hardware 'h1'"),
     ("bench decode --out .", "is a folder; name a file (--out)"),
+    ("bench memory --rounds 3", "nlr bench memory times nothing; omit --rounds"),
     ("bench decode --methods nonlinear-query --fuse-shared-inputs", "--fuse-shared-inputs is NOBLE's"),
     (
         "bench step --methods noble noble-official --depth 1",

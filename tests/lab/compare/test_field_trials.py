@@ -148,6 +148,11 @@ def test_cautions_a_claim_by_the_curves_rule(gain, cautioned):
     assert f"Grade {4 if cautioned else 5} of 7; not shown: tuned, {'flattened, ' * cautioned}equal hours." in line
 
 
+def test_says_that_nothing_is_compared_without_both_kinds():
+    results = build([arm_of("low-rank", rank, [60.0 + rank, 61.0, 62.0]) for rank in (1, 2)])
+    assert findings(results) == ["Nothing is compared: no sine could be with a low rank of its size."]
+
+
 def test_puts_the_best_omega_of_the_tuning_on_the_curve():
     low = [arm_of("low-rank", rank, [60.0 + rank, 61.0 + rank, 61.5]) for rank in (1, 2, 4)]
     sine = [arm_of("sine", rank, [70.0 + rank, 71.0 + rank, 71.5]) for rank in (1, 2)]

@@ -231,6 +231,26 @@ def test_reuses_runs_where_arms_and_seeds_are_added(go):
     assert "Reference: `baseline-init-noble`" in render_report(other.results)
 
 
+def test_a_tie_has_no_side(go):
+    report = render_report(go(lambda *run: 3.0).results)
+    assert "- `noble-r4`: the same loss as `baseline` (n = 3), so no difference is shown." in report
+
+
+def test_arms_and_seeds_of_former_calls_that_are_left_out_are_named(go, capsys):
+    go(seeds=3, tune_lr=(1e-3, 2e-3))
+    fewer = {"arms": (BASE, NOBLE), "seeds": 2, "tune_lr": (1e-3, 2e-3), "resume": True}
+    for _ in range(2):  # the record no longer has them
+        results = go(training=(none := FakeTraining(gain)), quiet=False, **fewer).results
+        assert none.calls == []
+        note = (
+            "Not named in this call, and left out though the folder has their runs: arm `baseline-init-noble`, seed 3. "
+            "p (Holm) does not count them."
+        )
+        assert note in results["notes"]
+        assert note in capsys.readouterr().err
+    assert not any("left out" in note for note in go(tune_lr=(1e-3, 2e-3), resume=True).results["notes"])
+
+
 def test_reports_the_seeds_that_every_arm_finished(go, tmp_path):
     training = FakeTraining(gain)
     training.stop_after = 8

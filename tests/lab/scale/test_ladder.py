@@ -134,23 +134,6 @@ def test_refuses_other_settings_data_and_folders(tmp_path):
     )
 
 
-def test_names_arms_and_seeds_of_former_calls_that_leave_the_record(tmp_path, capsys):
-    text = replace(SCALES["demo"].text, source=str(corpus(tmp_path)), cache_dir=str(tmp_path))
-    ladder, out = scaled("demo", text=text, widths=(16,), arms=ARMS), tmp_path / "out"
-    (out / "w16-t5").mkdir(parents=True)
-    (out / "ladder.json").write_text(json.dumps({"settings": ladder.shared(), "fingerprint": "other"}))
-    former = {"arms": [{"name": name} for name in ("plain", "cola")], "seeds": [1, 2, 3], "n": 0}
-    (out / "w16-t5" / "results.json").write_text(json.dumps(former))
-    for seeds, gone in ((2, "arm cola, seed 3"), (3, "arm cola")):
-        assert_refused("used other data", run_ladder, replace(ladder, seeds=seeds), out, quiet=True)
-        said = f"w16-t5: the record will leave out {gone} of former calls; name them to keep them\n"
-        assert capsys.readouterr().err == said
-    former["arms"].pop()
-    (out / "w16-t5" / "results.json").write_text(json.dumps(former))
-    assert_refused("used other data", run_ladder, replace(ladder, seeds=3), out, quiet=True)
-    assert capsys.readouterr().err == ""
-
-
 def test_a_rung_that_no_seed_finished_is_named(tmp_path, capsys):
     text = ["--source", corpus(tmp_path), "--cache-dir", tmp_path / "cache"]
     settings = [*SIZES, "--seeds", "1", "--tune-lr", "1e8", "1e9", "--widths", "16"]
