@@ -186,10 +186,8 @@ def best_rate(tried: Sequence[tuple[float, float | None]]) -> float | None:
         return known[best][0]
     (x0, y0), (x1, y1), (x2, y2) = ((math.log(rate), loss) for rate, loss in known[best - 1 : best + 2])
     left, right = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
-    if right <= left:
-        return known[best][0]
-    lowest = (x0 + x1) / 2 - left * ((x2 - x0) / 2) / (right - left)
-    return math.exp(min(max(lowest, x0), x2))
+    # The middle is the first of the lowest, so that left < 0 <= right.
+    return math.exp((x0 + x1) / 2 - left * ((x2 - x0) / 2) / (right - left))
 
 
 def transfer(known: Sequence[tuple[int, float]], width: int) -> dict[str, float] | None:

@@ -1,6 +1,7 @@
 """Interleaving, pairing and clocks of timed steps."""
 
 import gc
+import math
 import platform
 import time
 
@@ -104,3 +105,9 @@ def test_ratio_equals_numpys_and_its_interval_covers():
     assert covered >= 85  # 95 in truth; below 85 with a chance of less than 1e-4
     assert str(paired_ratio([2.0], [1.0])) == "2.000 (n = 1)", "few rounds bear no interval of 95 %"
     assert_refused("no measurable time", paired_ratio, [1.0], [0.0])
+
+
+def test_interval_is_as_wide_as_the_medians_of_normal_logs():
+    found = [paired_ratio(np.exp(row), np.ones(401), resamples=1000) for row in rng().normal(0, 0.1, (30, 401))]
+    widths = [math.log(each.high / each.low) for each in found]
+    assert np.mean(widths) == pytest.approx(2 * 1.96 * math.sqrt(math.pi / 2) * 0.1 / math.sqrt(401), rel=0.1)

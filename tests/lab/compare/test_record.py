@@ -11,8 +11,8 @@ from compare_helpers import ACCURACY, a_record, a_run, an_arm, curved_run
 from nlr_lab.compare import report
 from nlr_lab.compare.record import TIMING, Folder
 from nlr_lab.compare.report import draw_models, findings, mean_curve, render_report, training_rows
-from nlr_lab.compare.statistics import curve_cautions, late_change, paired_mean
-from nlr_lab.compare.trial import Choice, next_choices
+from nlr_lab.compare.statistics import curve_cautions, holm, late_change, paired_mean
+from nlr_lab.compare.trial import Choice, best_run, next_choices
 from nlr_lab.tasks.task import LOSS, Measure
 from refusals import assert_refused
 from seeds import rng
@@ -301,3 +301,56 @@ def test_damaged_step_times_cost_no_runs(tmp_path):
     assert folder.load_times(2, None) == {"a": [1.0, 2.0]}
     (tmp_path / TIMING).write_text((tmp_path / TIMING).read_text()[:20])
     assert_refused(f"{TIMING} is damaged, .*; delete it: it is measured again$", folder.load_times, 2, None)
+
+
+def test_a_familys_p_values_are_holms():
+    gains = {"baseline": 0.0, "noble": 0.2, "cola": 0.1, "wide": 0.01}
+    arms = [
+        an_arm(name, *(a_run(s, 3.0 - gain * (1 + 0.1 * s) + 0.02 * math.sin(7 * s + place)) for s in SEEDS))
+        for place, (name, gain) in enumerate(gains.items())
+    ]
+    family = a_record(arms)["against"]["baseline"].values()
+    plain = [each["delta"]["p_value"] for each in family]
+    assert [each["p_holm"] for each in family] == pytest.approx(holm(plain))
+    assert max(each["p_holm"] / p for each, p in zip(family, plain, strict=True)) > 1.5
+
+
+def test_what_holms_correction_does_not_bear_is_called_a_hint():
+    delta = {"value": -0.1, "low": -0.15, "high": -0.05, "p_value": 0.03, "n": 3, "shown": True, "note": ""}
+    metric = {"name": "loss", "unit": "nats", "higher_is_better": False}
+    said = [
+        report.delta_sentence("noble", "baseline", {"delta": delta, "n": 3, "p_holm": p}, metric) for p in (0.03, 0.09)
+    ]
+    assert ["a hint, not a finding" in each for each in said] == [False, True]
+    assert said[1].endswith("p = 0.09: a hint, not a finding.")
+
+
+def test_the_strongest_control_of_a_score_is_the_highest():
+    scores = {"baseline": 0.5, "weak": 0.4, "strong": 0.6, "noble": 0.8}
+    arms = [
+        an_arm(name, *(a_run(s, 1.0, score=score + 0.001 * s * (1 + place)) for s in SEEDS), control=name != "noble")
+        for place, (name, score) in enumerate(scores.items())
+    ]
+    families = [[("baseline", name) for name in scores if name != "baseline"]]
+    families += [[(control, "noble")] for control in ("weak", "strong")]
+    lines = findings(a_record(arms, pairs=families, measure=ACCURACY))
+    (line,) = (line for line in lines if line.startswith("Against the strongest control"))
+    assert "`strong`" in line
+
+
+@pytest.mark.parametrize(
+    ("value", "shown", "said"), [(0.8, True, "slower"), (0.8, False, "no difference"), (1.2, True, "not shown")]
+)
+def test_hours_are_called_by_their_side(value, shown, said):
+    assert said in report._hours_verdict({"value": value, "shown": shown}, ["seeds"])
+
+
+def test_step_times_are_kept_for_as_many_threads(tmp_path):
+    folder = Folder(tmp_path, {}, {"a": {}}, ())
+    folder.save_times({"a": [1.0, 2.0]}, 1)
+    assert folder.load_times(2, 1) == {"a": [1.0, 2.0]}
+    assert folder.load_times(2, 2) is None
+
+
+def test_the_lower_of_two_equal_rates_is_chosen():
+    assert best_run([a_run(0, 2.0, lr=3e-3), a_run(0, 2.0, lr=1e-3)]).lr == 1e-3

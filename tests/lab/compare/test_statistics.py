@@ -174,3 +174,24 @@ def test_pair_notices_a_reference_whose_curve_rose_again():
     assert pairs.compare_pair({1: over}, {1: make_run(lambda x: 5 - x / 400)})["early"] == 1
     empty = pairs.compare_pair({}, {})
     assert (empty["n"], empty["delta"]["value"], empty["step_speedup"]["value"]) == (0, None, None)
+
+
+def test_wall_clock_interval_is_movers():
+    speed, timing = pairs.geometric_mean([1.2, 1.3, 1.45]), summarise([1.1, 1.2, 1.3, 1.15])
+    errors = ((speed.dof, speed.standard_error), (timing.n - 1, timing.log_standard_error))
+    half = math.hypot(*(stats.t.ppf(0.975, dof) * error for dof, error in errors))
+    wall = pairs.wall_clock_speedup(speed, timing)
+    assert math.log(wall.high / wall.value) == pytest.approx(half)
+    assert math.log(wall.value / wall.low) == pytest.approx(half)
+
+
+def test_edges_of_the_cautions():
+    def evaluated(count):
+        return {"arm": [[(step, 1.0) for step in range(count)]]}
+
+    assert pairs.speed_cautions(evaluated(10), 0) == {}
+    assert "read off 9 evaluations" in pairs.speed_cautions(evaluated(9), 0)["evaluations"]
+    at_the_end = make_run(lambda step: 5 - step / 500 if step <= 990 else 3.03)
+    assert pairs.compare_pair({1: at_the_end}, {1: make_run(lambda step: 5 - step / 400)})["early"] == 0
+    late, useless = make_run(lambda step: 2.0 - step / 1e4, start=100), make_run(lambda step: 5.0)
+    assert pairs.seed_speed(late, useless).bound, "a matched speed, read off the reference's first evaluation"

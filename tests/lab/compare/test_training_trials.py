@@ -12,6 +12,7 @@ import torch
 from compare_helpers import BASE, CONTROL, NOBLE, tiny_recipe
 from nlr_lab.compare import compare, model_trials
 from nlr_lab.compare.model_trials import measure_arms, training_step
+from nlr_lab.compare.trial import Choice
 from nlr_lab.training import Arm
 from refusals import assert_refused
 
@@ -153,3 +154,11 @@ def poison(model):
     with torch.no_grad():
         model.get_output_embeddings().weight[0, 0] = math.nan
     return model
+
+
+def test_training_loss_is_the_mean_over_the_steps_of_the_last_tenth(tmp_path):
+    curve = [[2, 5.0], [4, 4.0], [100, 3.0], [180, 2.0], [195, 1.5], [200, 1.0]]  # each over the steps since the last
+    record = {"status": "done", "steps": 200, "seconds": 1.0, "final_loss": 1.0, "curve": [[200, 1.0]]}
+    trials = model_trials.ModelTrials(tiny_recipe(tmp_path))
+    run = trials.read(record | {"train_curve": curve}, Choice(lr=1e-3), 1)
+    assert run.train_loss == pytest.approx((15 * 1.5 + 5 * 1.0) / 20)

@@ -233,6 +233,11 @@ def test_ddp_agrees_with_counts_by_hand(seven):
     assert plan.memory["optimizer"] == pytest.approx(8 * parameters, rel=1e-4)
     linears = parameters - 8000 * 1024 - (2 * 2 + 1) * 1024  # less embedding and norms
     assert plan.memory["copies and buffers"] == 2 * linears + 4 * parameters
+    fixed, by_sequence = seven.activations.loss
+    assert plan.memory["runtime and loss"] == GIB + fixed + 4 * by_sequence
+    # Gradients are zeroed, written and read; the state is read and written.
+    touched = 3 * seven.gradient_bytes + 2 * seven.optimizer_bytes
+    assert plan.optimizer_seconds == pytest.approx(touched / config().hardware.bandwidth)
     assert plan.host == 4 * parameters + seven.optimizer_bytes  # of whose state every process holds a share
     beside = lay_out(seven, config(gpus=16), sharding=1, micro_batch=4, recompute=False).host
     assert beside == 4 * parameters + seven.optimizer_bytes / 2  # the other half is on the second node
@@ -257,6 +262,19 @@ def test_fsdp_agrees_with_counts_by_hand(seven):
     kept = lay_out(seven, config(gpus=16), sharding=4, micro_batch=2, recompute=False)
     assert plan.memory["activations"] < kept.memory["activations"]
     assert plan.compute_seconds == pytest.approx(4 / 3 * kept.compute_seconds)
+
+
+@pytest.mark.parametrize(("bf16", "width"), [(True, 2), (False, 4)])
+def test_fsdp_over_all_gpus_gathers_and_sums_over_the_nodes_adapters(bf16, width):
+    from transformers import LlamaConfig
+
+    small = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=800)
+    cost = arm_cost(build_on_meta(small), "small", 32, bf16=bf16)
+    plan = lay_out(cost, config(gpus=16, bf16=bf16), sharding=16, micro_batch=4, recompute=False)
+    # Two blocks are gathered, and one's gradients are whole.
+    assert plan.memory["copies and buffers"] == width * (cost.outside_parameters + 3 * cost.block_parameters)
+    assert plan.moved == pytest.approx(15 / 16 * width * 3 * cost.parameters)
+    assert plan.communication_seconds == pytest.approx(plan.moved / min(450e9, 8 * 50e9))
 
 
 def test_smallest_fitting_sharding_is_chosen(seven):

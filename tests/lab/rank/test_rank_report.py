@@ -193,6 +193,7 @@ def test_omega_is_none_or_a_limit_at_the_ends():
     assert measures.guess_omega(shape, 8, 1.5).omega is None
     limit = measures.guess_omega(shape, 8, 1e6)
     assert limit.saturated
+    assert measures.guess_omega((64, 64), 4, 60.0).saturated, "above all ranks of such a matrix"
     up, down = measures.kaiming_factors(shape, 8, torch.Generator().manual_seed(3))
     assert measures.spectrum(torch.sin(limit.omega * up @ down)).stable_rank > 0.75 * measures.random_stable_rank(shape)
     one = measures.guess_omega((96, 96), 1, 0.94 * measures.random_stable_rank((96, 96)))

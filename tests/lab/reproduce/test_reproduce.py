@@ -307,3 +307,11 @@ def test_every_demo_runs(name, capsys, demos):
     record = json.loads((demos / slug(name) / "demo" / "table.json").read_text())
     assert any("value" in cell for row in record["rows"] for cell in row["ours"].values())
     assert {path: path.stat().st_mtime_ns for path in runs} == runs
+
+
+def test_a_lower_loss_is_a_relative_gain_with_its_ends_in_order():
+    gains = {"baseline": 0.0, "noble": 0.4}
+    arms = [an_arm(name, *(a_run(s, 4.0 - gain * (1 + 0.1 * s)) for s in (1, 2, 3))) for name, gain in gains.items()]
+    found = MEASURES["relative_gain_pct"](Arm(a_record(arms), "noble", {}, 1.0))
+    assert found["value"] == pytest.approx(12.0)
+    assert found["low"] < found["value"] < found["high"]

@@ -123,3 +123,14 @@ def test_run_that_is_to_stop_stops_and_keeps_the_last_good_checkpoint(tmp_path):
     with pytest.raises(DivergedError, match="step-000024"):
         run(tmp_path / "one", stop_diverged=True, steps=200, save_every=1, keep_checkpoints=1)
     assert (tmp_path / "one" / "checkpoints" / "step-000024").is_dir()
+
+
+def test_edges_of_the_rule():
+    """Few changes say little of the noise; an entry counts as lost above the first; three of them are a divergence."""
+    assert not rises([(1, 5.0), (2, 4.9), (3, 4.8), (4, 4.75), *((step, 5.9) for step in (5, 6, 7, 8))], 8)
+    curve = [(10 * i, 10.8 - 7 * i / 100 + 0.01 * (i % 3)) for i in range(1, 101)]
+    (last,) = rises([*curve[:-1], (1000, 8.0)], 1000)
+    assert (last.start, last.diverged) == (1000, False)
+    for up in (2, 3):
+        (found,) = rises([*curve[:-up], *((step, 10.0) for step, _ in curve[-up:])], 1000)
+        assert found.diverged == (up == 3)

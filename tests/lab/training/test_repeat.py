@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from cli_helpers import run
 from nlr_lab.cli import main as cli
 from nlr_lab.runtime.environment import determinism, deterministic
 from nlr_lab.tasks.task import changed_files, data_record
-from nlr_lab.training import run_training
+from nlr_lab.training import TrainConfig, run_training
+from nlr_lab.training.trainer import Schedule
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import hash_file
 from training_helpers import FakeText, make_recipe
@@ -179,3 +181,12 @@ def test_refused(trained, tmp_path, capsys, arguments, words):
     assert code == 2
     assert words.format(**places) in err
     assert not (tmp_path / "new" / "result.json").exists()
+
+
+def test_each_process_draws_dropout_of_its_own():
+    drawn = set()
+    for place in (0, 1):
+        schedule, state = Schedule(TrainConfig(steps=2, batch_size=2, lr=1e-3)), SimpleNamespace(global_step=0)
+        schedule.on_train_begin(SimpleNamespace(seed=3, process_index=place), state, None)
+        drawn.add(torch.initial_seed())
+    assert len(drawn) == 2

@@ -8,6 +8,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -219,6 +220,9 @@ def test_batches_of_similar_lengths_hold_every_example_once_a_pass():
     mixed = [max(lengths[index] for index in list(plain)[first : first + 8]) for first in range(0, 1280, 8)]
     assert sum(longest) * 8 < 1.1 * 2 * sum(lengths) < sum(mixed) * 8
     assert longest != sorted(longest, reverse=True), "the batches themselves are shuffled"
+    order = list(EndlessShuffle(800, 800, seed=5, lengths=range(800), batch=8))
+    one, two = ([max(order[at : at + 8]) for at in range(first, first + 400, 8)] for first in (0, 400))
+    assert np.argsort(one).tolist() != np.argsort(two).tolist(), "each window in an order of its own"
 
 
 def test_used_folder_is_refused_and_left_alone(tmp_path):

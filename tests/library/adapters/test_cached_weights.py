@@ -66,6 +66,8 @@ def changes(model, folder):
         yield "the base", lambda: base.mul_(1.5)
         yield "loading", lambda: model.load_state_dict({k: v + 0.1 for k, v in model.state_dict().items()})
         yield "the scale", lambda: layer.set_scale("default", 3.0)
+        yield "omega", lambda: layer.omega.update(default=7.0)
+        yield "the gain", lambda: layer.gain.update(default=2.0)
         yield "the type", model.double
         yield "merging and back", lambda: (model.merge_adapter(), model.unmerge_adapter())
 

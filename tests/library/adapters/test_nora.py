@@ -106,6 +106,19 @@ def reference(x, layer, config, factors):
     return rational_reference(x, *shifted, *rest)
 
 
+def test_an_exact_anchor_costs_a_second_function():
+    (_, plain), (_, exact) = adapted_mlp(), adapted_mlp(anchor="exact")
+    assert plain.flops("default") == 24 * (2 * 5 + 2 * 4 + 2)
+    assert exact.flops("default") == 2 * plain.flops("default")
+
+
+def test_shifts_are_not_rounded_by_autocast():
+    _, layer = adapted_mlp(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer.coefficients(["default"])
+    assert all(map(torch.equal, found, layer.coefficients(["default"])))
+
+
 FACTORS = [f"lora_{side}_{factor}" for side in ("numerator", "denominator") for factor in "ab"]
 
 

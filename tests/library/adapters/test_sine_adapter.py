@@ -470,3 +470,22 @@ def test_a_quantized_base_is_not_kept_dequantized(dora, dropout):
     kept = saved_bytes(model, x)
     lora = get_peft_model(One(layer.base_layer), LoraConfig(r=4, lora_dropout=dropout, target_modules=["target"]))
     assert kept <= 1.01 * saved_bytes(lora.train(), x)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_model_trained_by_sines_of_activations_is_evaluated_by_its_weight(grad):
+    settings = {"init_lora_weights": False, "use_dora": True, "activation_sine": True}
+    model = get_peft_model(
+        nn.Sequential(nn.Linear(12, 10)), SineLoraConfig(r=3, target_modules=["0"], **settings)
+    ).eval()
+    x, layer = torch.randn(4, 12), model.base_model.model[0]
+    weight = layer.base_layer.weight + layer.get_delta_weight("default")
+    with torch.set_grad_enabled(grad):
+        torch.testing.assert_close(model(x), F.linear(x, weight, layer.base_layer.bias))
+
+
+def test_random_factors_have_phases_of_one_radian():
+    config = SineLoraConfig(r=30, target_modules=["0"], init_lora_weights=False)
+    layer = get_peft_model(nn.Sequential(nn.Linear(300, 300)), config).base_model.model[0]
+    up, down = layer.matrices("default")
+    assert (layer.omega["default"] * up @ down).std().item() == pytest.approx(1, rel=0.1)

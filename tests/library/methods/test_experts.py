@@ -481,3 +481,12 @@ def test_experts_that_cannot_have_a_branch_are_refused_by_name():
         nlr.augment(model, NobleConfig(rank=4))
     with pytest.raises(UserError, match=r"nothing to swap .*rank 500 is too high for 32 -> 96"):
         nlr.augment(FAMILIES["mixtral"].build(), NobleConfig(rank=500))
+
+
+def test_branches_of_experts_drop_in_training_alone():
+    model = FAMILIES["mixtral"].build()
+    nlr.augment(model, NobleConfig(rank=4, dropout=0.5, up_scale=1.0), include=r".*experts", verbose=False)
+    tokens = torch.arange(18).reshape(2, 9)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(tokens).logits, model(tokens).logits)
+        assert not torch.equal(model.train()(tokens).logits, model(tokens).logits)

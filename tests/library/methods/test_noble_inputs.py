@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
@@ -15,6 +16,7 @@ import nonlinear_lowrank as nlr
 from model_helpers import FAMILIES, Attention, batch, llama
 from nonlinear_lowrank import NobleConfig, UserError
 from nonlinear_lowrank.analysis.cost import model_cost
+from nonlinear_lowrank.methods.base import method_of_config
 from nonlinear_lowrank.methods.names import qkv_groups
 from nonlinear_lowrank.methods.noble import layer as noble_layer
 from nonlinear_lowrank.methods.noble.op import noble_linear_reference
@@ -152,6 +154,15 @@ def test_budget_gives_higher_ranks_where_down_is_shared(budget):
         added = report.flops_added if of_flops else report.parameters_added
         assert 0 < added / before <= float(budget.split("%")[0]) / 100
     assert reports[1].config.rank_ratio > reports[0].config.rank_ratio
+
+
+@pytest.mark.parametrize("share", ["none", "qkv"])
+def test_budget_counts_what_is_added(share):
+    config, model = NobleConfig(rank_ratio=0.1, share_down=share), Attention(256, 128)
+    linears = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    expected = method_of_config(config).added(linears, config)
+    report = nlr.augment(model, config, verbose=False)
+    assert (report.parameters_added, report.flops_added) == expected
 
 
 def test_narrow_keys_give_the_group_its_rank_and_two_of_three_may_share():

@@ -8,7 +8,7 @@ from nonlinear_lowrank.analysis.saved import saved_bytes
 from nonlinear_lowrank.methods.sine.op import embedding_delta, lowrank_linear, lowrank_weight, sine_embedding
 from nonlinear_lowrank.methods.sine.reference import lowrank_linear_reference, sine_embedding_reference
 from nonlinear_lowrank.ops.precision import full_precision
-from nonlinear_lowrank.ops.sine import dora_norm, effective_weights, sine_delta, sine_layer
+from nonlinear_lowrank.ops.sine import dora_norm, effective_weights, sine_delta, sine_layer, sine_layer_reference
 from op_helpers import DELTAS, assert_all_close, leaf, lowrank, make_factors
 from rounding_helpers import assert_close_by_norm
 
@@ -223,3 +223,22 @@ def test_a_large_phase_is_float32(activation):
         y = lowrank_linear(torch.eye(40), up, down, None, activation, 60.0, 1.0)
     exact = PHI[activation](60 * up.double() @ down.double()).t()
     assert (y.double() - exact).abs().max() < 2**-8
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_trained_weight_under_a_delta_has_the_formulas_gradient(dora, transposed):
+    x, weight = torch.randn(5, 12, dtype=torch.float64), leaf(*((12, 10) if transposed else (10, 12)))
+    factors = [each._replace(scale=2.0) for each in make_factors([dora])]
+    found, expected = (
+        torch.autograd.grad(layer(x, weight, None, factors, transposed=transposed).square().sum(), weight)[0]
+        for layer in (sine_layer, sine_layer_reference)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_sum_has_the_weights_type_before_it_has_that_of_x():
+    """So that a merged weight gives the same bits."""
+    x, weight = torch.randn(5, 64), torch.randn(48, 64).bfloat16()
+    factors = make_factors([False], d_in=64, d_out=48, dtype=torch.float32)
+    assert torch.equal(sine_layer(x, weight, None, factors), F.linear(x, effective_weights(weight, factors).float()))

@@ -63,15 +63,20 @@ def test_a_converted_dense_part_acts_and_the_branch_stays(config):
     assert all(bool(each.any()) for each in found[1:])
 
 
+HOOKS = ["register_forward_hook", "register_forward_pre_hook"]
+HOOKS += ["register_full_backward_hook", "register_full_backward_pre_hook"]
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("make", [NobleLinear, NobleConv1D])
-def test_a_hooked_dense_part_is_called_and_gives_the_same_numbers(make, config):
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hooked_dense_part_is_called_and_gives_the_same_numbers(hook, make, config):
     layer = make(10, 12, config=config).double() if make is NobleConv1D else make(12, 10, config=config).double()
     nn.init.normal_(layer.noble_up)
     nn.init.normal_(layer.dense.bias)
-    x, calls = torch.randn(2, 3, 12, dtype=torch.float64), []
+    x, calls = torch.randn(2, 3, 12, dtype=torch.float64, requires_grad=True), []
     wanted = _numbers(layer, x)
-    layer.dense.register_forward_hook(lambda *_: calls.append(1))
+    getattr(layer.dense, hook)(lambda *_: calls.append(1))
     torch.testing.assert_close(_numbers(layer, x), wanted)
     assert calls == [1]
 
