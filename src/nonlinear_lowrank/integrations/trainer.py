@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, TrainerCallback
+from transformers.training_args import OptimizerNames
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.classes import in_files
@@ -88,8 +89,9 @@ class TrainerMixin(_Trainer):
         else:
             warn_once(
                 [each for each in trained.modules() if multiplier_roles(each)],
-                f"optim={str(self.args.optim)!r} makes parameter groups of its own: branches are trained without their "
-                "learning-rate multipliers; choose another, such as optim='adamw_torch'",
+                f"optim={OptimizerNames(self.args.optim).value!r} makes parameter groups of its own: branches train "
+                "without their learning-rate multipliers; choose another, such as optim='adamw_torch', or add "
+                "nlr.LearningRateCallback() to the callbacks",
             )
         self.optimizer_cls_and_kwargs = (kind, settings)
         try:
