@@ -110,7 +110,7 @@ def test_the_shipped_recommendation_is_not_that_of_a_seed():
     ladder, highs = read_json(EVIDENCE)["rungs"], []
     told = found(ladder)
     noble = next(each for each in told.choices if each.arm == "noble")
-    laws = laws_of(ladder, "noble", "plain")
+    laws = laws_of([rung for rung in ladder if rung["tokens"] == 20], "noble", "plain")
     for seed in range(1, 9):
         other = Laws(laws.compute, laws.losses, seed)
         longer = told.compute * noble.step_time
