@@ -322,5 +322,5 @@ def task_table(scores: Mapping[str, Mapping[str, Any]], hidden: Collection[str] 
             what = f"{metrics['truncated']:,} prompts did not fit the model's positions and lost their beginning"
             notes.append(f"note: {task}: {what}")
     if unseen := len(scores) - len(shown):
-        notes.insert(0, f"and {unseen} subjects, each in the file of --out")
+        notes.insert(0, f"and {unseen} subjects, which --out FILE writes")
     return [render_table(table, 200), *notes]

@@ -123,7 +123,7 @@ def test_categories_are_those_of_the_paper_and_averages_come_in_two_ways(model, 
     assert whole["published_n"] == 14_042
     table = "\n".join(task_table(scores, local.hidden))
     assert "mmlu_local_marketing" not in table
-    assert "and 5 subjects, each in the file of --out" in table
+    assert "and 5 subjects, which --out FILE writes" in table
     assert "mmlu_local is 30 questions, the published test 14,042: not comparable" in table
 
 
