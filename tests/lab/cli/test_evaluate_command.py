@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from cli_helpers import refused, run, succeed
 from nlr_lab.evaluation import losses
 from nlr_lab.evaluation.harness import score_tasks
-from nlr_lab.evaluation.local_tasks import find_local_tasks
+from nlr_lab.evaluation.local_tasks import CATEGORIES, find_local_tasks
 from nlr_lab.evaluation.losses import score_documents
 from nonlinear_lowrank import NobleConfig, augment
 from nonlinear_lowrank.validation import install_hint
@@ -78,7 +78,7 @@ def test_former_numbers_stay_until_the_new_ones_are_on_the_disk(folder, capsys, 
 
 @pytest.mark.parametrize("name", ["base", "ours", "adapter", "adapter_ours"])
 def test_tasks_of_any_checkpoint_are_scored_printed_and_written(folder, capsys, tmp_path, name):
-    tasks = ["mmlu_local", "piqa_local"]
+    tasks = ["mmlu_local", "mmlu_local_anatomy", "piqa_local"]
     arguments = [folder / name, "--tasks", *tasks, "--data", folder / "data", "--out", tmp_path / "out.json"]
     out = succeed(capsys, "evaluate", *arguments)
     if name.startswith("adapter"):
@@ -98,6 +98,8 @@ def test_tasks_of_any_checkpoint_are_scored_printed_and_written(folder, capsys, 
     value, error, n = line.split()[-3:]
     assert (value, n) == (f"{expected['mmlu_local']['acc,none']:.4f}", "12")
     assert error == f"{expected['mmlu_local']['acc_stderr,none']:.4f}"
+    rows = {line.split()[0].removeprefix("mmlu_local_") for line in out.split("\n") if line.startswith("mmlu_local_")}
+    assert rows - CATEGORIES.keys() == {"anatomy"}, "the subject that was named"
 
 
 def test_generated_answers_and_lm_eval_in_one_call(folder, capsys, tmp_path):
