@@ -84,7 +84,14 @@ def _rungs(ladder: str | None) -> list[dict[str, Any]]:
     file = path / RESULTS if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"no ladder in {ladder}: {RESULTS} of nlr scale is missing")
-    return list(read_json(file, "run nlr scale on its folder again, which writes it", rungs=list)["rungs"])
+    again = "run nlr scale on its folder again, which writes it"
+    rungs: list[Any] = read_json(file, again, rungs=list)["rungs"]
+    wanted = {"width", "tokens", "n", "reference", "arms"}
+    if not all(
+        isinstance(rung, dict) and wanted <= rung.keys() and rung["reference"] in rung["arms"] for rung in rungs
+    ):
+        raise UserError(f"{file} is not the record of a ladder; {again}")
+    return rungs
 
 
 def _table(found: Any) -> str:
@@ -115,7 +122,7 @@ def _where(folder: Path, options: RecommendOptions, length: int) -> list[str]:
     from .checkpoint import open_language_model, open_tokenizer
 
     model, tokenizer = open_language_model(folder, ""), open_tokenizer(folder)
-    text = Path(str(options.source)).read_text(encoding="utf-8")
+    text = Path(str(options.source)).read_text(encoding="utf-8-sig")
     wanted = _BATCHES * _ROWS * length
     ids = tokenizer(text[: 40 * wanted], return_tensors="pt", verbose=False)["input_ids"][0][:wanted]
     rows = ids[: len(ids) // length * length].view(-1, length).to(model.device)

@@ -45,8 +45,6 @@ ARMS = (
     "cola",
     "sltrain",
 )
-RANKS = ("noble:rank_ratio=0.0625,name=noble-16", "noble:rank_ratio=0.25,name=noble-4")
-"""Other ranks of NOBLE, which a ladder climbs where they are asked for, and nlr recommend knows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ on size and tokens alike, as the law has it.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from nlr_lab.training.arms import Arm
@@ -19,7 +19,7 @@ from nonlinear_lowrank.surgery.augment import augment
 from nonlinear_lowrank.surgery.budget import parse_budget
 
 from .fits import Array, Interval, log_normal
-from .ladder import ARMS, RANKS, inner_parameters
+from .ladder import inner_parameters
 from .record import FORWARD_AND_BACKWARD, Record, laws_of
 
 FAR = 10.0
@@ -32,6 +32,7 @@ class Choice:
 
     arm: str
     """Its name in the ladder."""
+    method: str
     text: str
     """Its short form, as nlr compare takes it."""
     parameters: float
@@ -83,7 +84,7 @@ class Recommendation:
     @property
     def highest(self) -> Choice | None:
         """The highest rank of NOBLE within the budget that the ladder has, where it has higher ones too."""
-        nobles = [each for each in self.choices if each.arm.startswith("noble")]
+        nobles = [each for each in self.choices if each.method == NobleConfig.method]
         within = [each for each in nobles if each.fits]
         return max(within, key=lambda each: each.parameters) if within and len(within) < len(nobles) else None
 
@@ -109,8 +110,8 @@ def recommend(
         budget: "5%" of the parameters or "5% flops"; arms above it are listed, not recommended.
 
     Raises:
-        UserError: the ladder has fewer than two widths at so many tokens, the model is not a plain causal language
-            model, or the budget cannot be read, or met by NOBLE of rank 1.
+        UserError: the ladder has fewer than two widths at so many tokens, or its first arm is no plain model; the model
+            is not a plain causal language model; or the budget cannot be read, or met by NOBLE of rank 1.
     """
     share, kind = (None, "") if budget is None else parse_budget(budget)
     own = [rung for rung in rungs if rung["tokens"] == tokens]
@@ -119,21 +120,21 @@ def recommend(
         known = ", ".join(f"{each:g}" for each, widths in sorted(counts.items()) if widths > 1)
         fix = f"choose --tokens among {known}, or climb" if known else "climb"
         raise UserError(f"the ladder has no two widths at {tokens:g} tokens a parameter; {fix} there with nlr scale")
+    reference = own[0]["reference"]
+    if (first := _arm(own, reference)) is not None and first.method != "baseline":
+        raise UserError(f"the ladder compares with {first}, and not with a plain model; climb one whose first arm is")
     plain = build()
     _check(plain)
     size, base = inner_parameters(plain), model_cost(plain, sequence_length)
     trained = tokens * size
     compute = FORWARD_AND_BACKWARD * trained * base.flops
-    reference = own[0]["reference"]
-    known_arms = {arm.name: arm for arm in map(Arm.parse, (*ARMS, *RANKS))}
     costs: dict[str, tuple[float, float]] = {}
     choices, skipped = [], []
-    names = dict.fromkeys(name for rung in own for name in rung["arms"] if name != reference)
-    matched_last = sorted(names, key=lambda name: name in known_arms and "match" in known_arms[name].settings)
-    for name in matched_last:
-        laws, arm = laws_of(own, name, reference), known_arms.get(name)
+    arms = {name: _arm(own, name) for rung in own for name in rung["arms"] if name != reference}
+    for name, arm in sorted(arms.items(), key=lambda item: item[1] is not None and "match" in item[1].settings):
+        laws = laws_of(own, name, reference)
         if laws is None or arm is None:
-            skipped.append(f"{name}: {'no two widths' if laws is None else 'not one of the arms of nlr scale'}")
+            skipped.append(f"{name}: {'no two widths' if laws is None else 'its settings are not those of all rungs'}")
             continue
         try:
             costs[name] = _added(arm, build, base, costs)
@@ -148,7 +149,8 @@ def recommend(
         choices.append(
             Choice(
                 arm=name,
-                text=str(replace(arm, name="")),
+                method=arm.method,
+                text=str(arm),
                 parameters=parameters,
                 flops=flops,
                 step_time=None if timed is None else timed["median"],
@@ -159,7 +161,7 @@ def recommend(
             )
         )
     budgeted: Any = None
-    if budget is not None and {each.fits for each in choices if each.arm.startswith("noble")} == {False}:
+    if budget is not None and {each.fits for each in choices if each.method == NobleConfig.method} == {False}:
         budgeted = augment(build(), NobleConfig(), budget=budget, verbose=False).config
     return Recommendation(
         size=size,
@@ -172,6 +174,19 @@ def recommend(
         rank_ratio=float(budgeted.rank_ratio) if budgeted else None,
         skipped=tuple(skipped),
     )
+
+
+def _arm(rungs: Sequence[Record], name: str) -> Arm | None:
+    """Return an arm as its rungs have it; None where these differ, or a record is from before it had settings."""
+    found = set()
+    for settings in (rung["arms"][name].get("settings") for rung in rungs if name in rung["arms"]):
+        if settings is None:
+            return None
+        own = dict(settings["settings"])
+        if "match" in own:
+            own.pop("hidden", None)  # what matched, a width for each rung
+        found.add(Arm(**{key: each for key, each in settings.items() if key != "code"} | {"settings": own}))
+    return found.pop() if len(found) == 1 else None
 
 
 def _timed(rungs: Sequence[Record], name: str) -> tuple[int, Record] | tuple[None, None]:
@@ -204,11 +219,14 @@ def _added(
     costs: Mapping[str, tuple[float, float]],
 ) -> tuple[float, float]:
     """Return the parameters and the FLOPs that an arm adds, as shares of the plain model's."""
-    if (other := arm.settings.get("match")) is not None:
+    if arm.method == "wide-mlp" and (other := arm.settings.get("match")) is not None:
         if other not in costs:
             raise UserError(f"{other}, which it matches, is not in the ladder")
-        flops = costs[other][1]
-        return flops * base.flops / 2 / base.parameters, flops  # a weight of a linear takes 2 FLOPs a token
+        parameters, flops = costs[other]
+        a_parameter = 2 * base.parameters / base.flops  # a weight of a linear takes 2 FLOPs a token
+        if arm.settings.get("by") == "flops":
+            return flops / a_parameter, flops
+        return parameters, parameters * a_parameter
     cost = model_cost(arm.apply(build()), base.sequence_length)
     return cost.parameters / base.parameters - 1, cost.flops / base.flops - 1
 
@@ -217,7 +235,9 @@ def sentence(found: Recommendation, budget: str | None) -> str:
     """Return the recommendation, and what it rests on."""
     within = "" if budget is None else f" within {budget}"
     n = f"widths {', '.join(map(str, found.widths))}, {found.seeds} seed{'s' if found.seeds > 1 else ''} each"
-    if (best := found.best) is None:
+    if not found.choices:
+        lines = [f"No arm of the ladder can be predicted ({n})."]
+    elif (best := found.best) is None:
         lines = [
             f"Train it plain: no arm{within} has a lower loss predicted in equal hours with an interval below 0 ({n})."
         ]

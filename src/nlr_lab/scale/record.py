@@ -43,6 +43,7 @@ def _rung(name: str, width: int, tokens: float, results: Record) -> dict[str, An
         losses = [runs[seed]["final_loss"] for seed in seeds if seed in runs]
         flops, pair = arm["flops_per_token"], against.get(arm["name"])
         arms[arm["name"]] = {
+            "settings": arm["settings"],
             "parameters": arm["parameters"],
             "flops_per_token": flops,
             "compute": flops and FORWARD_AND_BACKWARD * trained * flops,
@@ -123,6 +124,7 @@ def evidence(results: Record) -> dict[str, Any]:
     for rung in results["rungs"]:
         arms = {
             name: {
+                "settings": arm["settings"],
                 "compute": arm["compute"],
                 "losses": arm["losses"],
                 "step_time_ratio": arm["step_time_ratio"] and {end: arm["step_time_ratio"][end] for end in ends},

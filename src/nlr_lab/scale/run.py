@@ -114,6 +114,13 @@ def _check(path: Path, ladder: Ladder) -> None:
                 raise UserError(
                     f"{name} was {old!r} in {path} and is {new!r} now; use the former value, or another --out"
                 )
+        reference = Arm.parse(ladder.arms[0]).name
+        for rung in read_rungs(path):
+            if (old := rung["reference"]) != reference:
+                raise UserError(
+                    f"the first arm, which others are compared with, was {old!r} in {path / rung['rung']} and is "
+                    f"{reference!r} now; put that one first, or use another --out"
+                )
     elif path.exists() and any(path.iterdir()):
         raise UserError(f"{path} is not empty and holds no ladder; name another --out")
 

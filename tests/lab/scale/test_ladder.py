@@ -109,6 +109,13 @@ def test_climbs_goes_on_and_judges_what_it_predicted(climbed, capsys, monkeypatc
     longer = read(out / "predicted" / "w24-t0.1.json")
     assert (longer["losses"], longer["rates"].keys()) == ({}, {"plain", "noble"})
 
+    # Other first arms would be compared with by another measure.
+    code, _, error = run(capsys, *command, "--widths", "16", "--arms", *reversed(ARMS))
+    assert code == 2
+    assert "the first arm, which others are compared with, was 'plain' in" in error
+    assert "w16-t0.06 and is 'noble' now; put that one first, or use another --out" in error
+    assert "noble:rank_ratio=0.25 " in succeed(capsys, "recommend", "llm-demo", "--ladder", out, "--tokens", "0.06")
+
 
 def test_report_grades_its_claims():
     report = render(read(Path(__file__).parents[3] / "studies" / "ladder" / "results.json"))

@@ -9,19 +9,28 @@ import pytest
 import torch
 
 import nonlinear_lowrank as nlr
-from cli_helpers import succeed
+from cli_helpers import run, succeed
 from nlr_lab.recipes import get_recipe
 from nlr_lab.runtime.storage import read_json
 from nlr_lab.scale.fits import Laws
 from nlr_lab.scale.ladder import inner_parameters
 from nlr_lab.scale.recommend import recommend, sentence
 from nlr_lab.scale.record import EVIDENCE, evidence, laws_of
+from nlr_lab.training.arms import Arm
 from nonlinear_lowrank.analysis.cost import model_cost
 from nonlinear_lowrank.errors import UserError
 from task_helpers import byte_tokenizer, tiny_model
 
 STUDY = Path(__file__).parents[3] / "studies" / "ladder"
 LENGTH = 128
+ARMS = {
+    "plain": "baseline",
+    "wide": "wide-mlp:match=noble,by=flops",
+    "noble": "noble:rank_ratio=0.125",
+    "noble-16": "noble:rank_ratio=0.0625",
+    "noble-4": "noble:rank_ratio=0.25",
+    "cola": "cola",
+}
 
 
 def build():
@@ -30,6 +39,14 @@ def build():
 
 def loss(compute, saving=1.0):
     return 4 * (saving * compute / 1e12) ** -0.1
+
+
+def settings(text, width=0):
+    """What a rung's record has of an arm."""
+    arm = Arm.parse(text)
+    own = arm.settings | ({"hidden": 3 * width} if "match" in arm.settings else {})
+    kept = {"dense_init": arm.dense_init, "qk_norm": arm.qk_norm, "optimizer": arm.optimizer}
+    return {"method": arm.method, "settings": own, **kept}
 
 
 def rungs(saving, *, step_time=1.0, spread=1.0, noise=0.01, tokens=20.0):
@@ -43,6 +60,7 @@ def rungs(saving, *, step_time=1.0, spread=1.0, noise=0.01, tokens=20.0):
             "reference": "plain",
             "arms": {
                 name: {
+                    "settings": settings(ARMS[name], width),
                     "compute": compute,
                     "losses": [loss(compute, each) + more for more in apart],
                     "step_time_ratio": {"median": 1.0 if name == "plain" else step_time}
@@ -154,12 +172,48 @@ def test_a_matched_control_costs_what_its_arm_does():
     assert wide.parameters == pytest.approx(noble.parameters, rel=0.05)
 
 
-def test_far_sizes_unknown_arms_and_single_seeds_are_said():
+def test_arms_are_those_of_the_record_whatever_their_names():
+    ladder = rungs({"noble": 2.0, "wide": 1.5})
+    for rung in ladder:
+        rung["arms"]["noble"]["settings"] = settings("noble:rank_ratio=0.0625,activation=tanh,depth=1")
+        rung["arms"]["wide"]["settings"] = settings("wide-mlp:match=noble", rung["width"])
+        rung["arms"]["mine"] = rung["arms"]["noble"] | {"settings": settings("noble:rank=4")}
+    told = found(ladder)
+    by_arm = {each.arm: each for each in told.choices}
+    assert by_arm["noble"].text == "noble:rank_ratio=0.0625,activation=tanh,depth=1"
+    assert by_arm["mine"].text == "noble:rank=4"
+    for name, each in by_arm.items():
+        if name != "wide":
+            cost = model_cost(Arm.parse(each.text).apply(build()), LENGTH)
+            assert each.flops == cost.flops / model_cost(build(), LENGTH).flops - 1
+    assert by_arm["wide"].parameters == by_arm["noble"].parameters
+    assert by_arm["wide"].flops == pytest.approx(by_arm["noble"].flops, rel=0.1)
+
+
+def test_arms_of_other_settings_by_rung_and_old_records_are_skipped():
+    ladder = rungs({"noble": 2.0, "cola": 1.5})
+    ladder[0]["arms"]["noble"]["settings"] = settings("noble:rank=4")
+    del ladder[1]["arms"]["cola"]["settings"]
+    told = found(ladder)
+    assert told.skipped == tuple(f"{name}: its settings are not those of all rungs" for name in ("noble", "cola"))
+    assert sentence(told, None).startswith("No arm of the ladder can be predicted")
+
+
+def test_a_ladder_beside_another_model_than_the_plain_one_is_refused():
+    ladder = rungs({"noble": 2.0})
+    for rung in ladder:
+        rung["reference"] = "noble"
+    with pytest.raises(UserError, match=r"compares with noble:rank_ratio=0\.125, and not with a plain model"):
+        found(ladder)
+
+
+def test_far_sizes_and_arms_that_cannot_be_built_are_said():
     near = found(rungs({"noble": 2.0}))
     assert near.times < 10
     assert "extrapolated" not in sentence(near, None)
-    told = recommend(get_recipe("llm-base").task.build_on_meta, rungs({"mine": 2.0}), sequence_length=1024, tokens=20.0)
-    assert told.skipped == ("mine: not one of the arms of nlr scale",)
+    ladder = rungs({"wide": 1.5, "cola": 2.0})
+    told = recommend(get_recipe("llm-base").task.build_on_meta, ladder, sequence_length=1024, tokens=20.0)
+    assert told.skipped == ("wide: noble, which it matches, is not in the ladder",)
     assert "extrapolated" in sentence(told, None)
 
 
@@ -206,3 +260,7 @@ def test_command_of_a_trained_model_and_a_ladder_of_ones_own(capsys, tmp_path):
     out = succeed(capsys, "recommend", tmp_path / "model", *arguments, "--sequence-length", 16)
     assert "noble:rank_ratio=0.125" in out
     assert "linears score highest" in out
+    (tmp_path / "ladder.json").write_text('{"rungs": [{"width": 8}, "w"]}')
+    code, _, error = run(capsys, "recommend", "llm-demo", "--ladder", tmp_path / "ladder.json")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "ladder.json is not the record of a ladder; run nlr scale on its folder again" in error
