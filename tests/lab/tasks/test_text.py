@@ -110,6 +110,14 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path, kind):
     assert list(Corpus(source=str(path), max_bytes=5).documents()) == [first]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
+def test_null_rows_are_as_blank_ones(tmp_path, kind):
+    rows = datasets.Dataset.from_dict({"text": ["one", None, " ", "two"]})
+    save = {"jsonl": rows.to_json, "parquet": rows.to_parquet, "saved": rows.save_to_disk}[kind]
+    save(str(path := tmp_path / f"data.{kind}"))
+    assert list(Corpus(source=str(path)).documents()) == ["one", "two"]
+
+
 def test_folders_saved_datasets_and_the_standard_library(tmp_path):
     documents, folder = make_documents(6), tmp_path / "data"
     (folder / ".hidden").mkdir(parents=True)
@@ -372,7 +380,8 @@ BROKEN = [
     ("a.jsonl", ROW + b'{"tex\n', r"a\.jsonl, line 2 is not JSON: .*; correct or remove it"),
     ("a.jsonl", b'{"text": "a \\ud800 b"}\n', r"a\.jsonl, line 1 is not JSON: .*surrogates"),
     ("a.jsonl", ROW + b'{"body": "b"}\n', "line 2 has no text in the field 'text': {'body': 'b'}; .* set text_field"),
-    ("a.jsonl", ROW + b'\n{"text": null}\n', "line 3 has no text in the field 'text': {'text': None}; drop such rows"),
+    ("a.jsonl", ROW + b'\n{"text": 3}\n', "line 3 has no text in the field 'text': {'text': 3}; drop such rows"),
+    ("a.jsonl", b'{"text": null}\n', "holds no text, or only blank and null documents"),
     ("a.jsonl", b"[1]\n", r"a\.jsonl, line 1 has no text"),
 ]
 DOCUMENTS = lambda t: write(t, "txt", make_documents(5))  # noqa: E731
@@ -387,7 +396,7 @@ WRONG = [
     (DOCUMENTS, {"tokenizer": "no/such-tokenizer"}, "no tokenizer"),
     (DOCUMENTS, {"valid_source": "/absent.txt"}, "no file or folder"),
     (DOCUMENTS, {"max_bytes": 10}, "too few to hold some out"),
-    (lambda t: _saved(t, train={"text": ["a", None]}), {}, "row 1 of .* has no text .*None.*; drop such rows"),
+    (lambda t: _saved(t, train={"text": [1, 2]}), {}, "row 0 of .* has no text .*1.*; drop such rows"),
     (lambda t: _saved(t, dev={"text": ["a"]}), {}, "cannot load the dataset .*'train'"),
     (lambda t: bad_file(t, "state.json", b"{").parent, {}, "cannot load the dataset"),
     (lambda t: bad_file(t, "a.weird", b"a").parent, {"streaming": True}, "cannot load the dataset"),

@@ -155,7 +155,7 @@ class Corpus:
             columns = [field] if field in table.schema_arrow.names else None
             batches = table.iter_batches(columns=columns, batch_size=1024)
             for number, row in enumerate(itertools.chain.from_iterable(batch.to_pylist() for batch in batches)):
-                yield "" if row.get(field, "") is None else self._field(row, f"row {number} of {path}")
+                yield self._field(row, f"row {number} of {path}")
 
     def _rows(self) -> Iterator[Document]:
         try:
@@ -171,9 +171,9 @@ class Corpus:
         return "input_ids" if self.text_field == "text" not in names and "input_ids" in names else self.text_field
 
     def _field(self, row: Any, place: str) -> Document:
-        value = row.get(self._field_of(row)) if isinstance(row, dict) else None
-        if isinstance(value, str):
-            return value
+        value = row.get(self._field_of(row), ()) if isinstance(row, dict) else ()
+        if value is None or isinstance(value, str):
+            return value or ""
         if isinstance(value, list) and all(type(each) is int for each in value):
             return np.array(value, dtype=np.int64)
         what = f"{place} has no text in the field {self.text_field!r}: {str(row)[:100]}"
