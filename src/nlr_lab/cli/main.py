@@ -9,9 +9,12 @@ traceback.
 """
 
 import difflib
+import functools
 import importlib
+import io
 import logging
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -34,7 +37,12 @@ _GO_ON = ("scale", "reproduce")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of these arguments, or of sys.argv's, and return the exit code."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    # In quotes and after "=" a shell leaves ~, and a folder of that name would be made.
+    home = functools.partial(re.sub, r"^(--[\w.-]+=)?~(?=/)", lambda start: (start[1] or "") + os.path.expanduser("~"))
+    arguments = [home(each) for each in (sys.argv[1:] if arguments is None else arguments)]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a table without its rules is worth more than none
     try:
         if not os.environ.get("NLR_DEBUG"):  # one line, without the place in the code that warned
             warnings.formatwarning = lambda message, *_, **__: f"nlr: warning: {' '.join(str(message).split())}\n"

@@ -21,7 +21,7 @@ _CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(,.*)?")  # a module:function
 def read_settings(path: str) -> dict[str, Any]:
     """Return a file's settings by their names, nested as the recipe is; raise UserError where it cannot be read."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
         match Path(path).suffix:
             case ".toml":
                 found: Any = tomllib.loads(text)

@@ -52,6 +52,29 @@ def test_a_warning_is_one_line_and_names_no_code():
     assert run_python(script).stderr == "nlr: warning: cannot read\n"
 
 
+def test_a_terminal_without_unicode_gets_the_rest(monkeypatch):
+    script = "import sys\nfrom nlr_lab.cli import main as cli\n"
+    script += "cli._dispatch = lambda arguments: print('\u2501 caf\u00e9')\nsys.exit(cli.main(['train']))"
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = run_python(script)
+    assert (done.returncode, done.stdout) == (0, "? caf?\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (["--out=~/a b"], ["--out={home}/a b"]),
+        (["--out", "~/a"], ["--out", "{home}/a"]),
+        (["a~/b", "~"], ["a~/b", "~"]),
+    ],
+)
+def test_a_tilde_that_the_shell_left_is_the_home_folder(monkeypatch, tmp_path, given, read):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(cli, "_dispatch", seen := Mock())
+    assert cli.main(["train", *given]) == 0
+    seen.assert_called_once_with(["train", *(each.format(home=tmp_path) for each in read)])
+
+
 def fail(monkeypatch, error):
     def dispatch(arguments):
         raise error

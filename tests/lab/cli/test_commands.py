@@ -83,7 +83,7 @@ def test_settings_come_from_a_file_and_options_override_it(trained, capsys, tmp_
         "json": '{"arm": "noble:rank=2", "train": {"lr": 3e-3, "seed": 5}}',
     }
     file, out = tmp_path / f"settings.{kind}", tmp_path / "run"
-    file.write_text(content[kind])
+    file.write_text(content[kind], encoding="utf-8-sig")  # as Windows' editors do
     succeed(capsys, "train", "llm-demo", "--config", file, "--seed", "6", "--out", out, *options)
     recipe = json.loads((out / "recipe.json").read_text())["recipe"]
     assert (recipe["arm"]["settings"], recipe["train"]["lr"], recipe["train"]["seed"]) == ({"rank": 2}, 3e-3, 6)
