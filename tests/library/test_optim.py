@@ -57,7 +57,9 @@ def test_a_fresh_list_each_time_and_names_reach_the_optimizer(capsys):
     model = nn.Sequential(nn.Linear(16, 12), nn.Linear(12, 12).requires_grad_(False))
     nlr.augment(model, NobleConfig(rank=2), include="0", verbose=False)
     first = nlr.param_groups(model, lr=1e-3)
-    assert "noble.up" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "noble.up" in printed
+    assert "(x 5)  decay 0" in printed  # of the phases
     first[0].pop("params")
     optimizer = torch.optim.AdamW(nlr.param_groups(model, lr=1e-3, verbose=False))
     names = [name for group in optimizer.param_groups for name in group["param_names"]]
@@ -193,3 +195,24 @@ def test_a_copy_of_muon_adamw_goes_on_by_itself():
     assert not any(torch.equal(*pair) for pair in zip(model.parameters(), twin.parameters(), strict=True))
     step(twin, copied)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_closure_computes_the_loss_and_its_gradients():
+    model, optimizer = muon_and_adamw()
+    inputs = torch.randn(8, 6)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(inputs).square().sum()
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure) for _ in range(3)]
+    assert losses[-1] < losses[0]
+
+
+def test_groups_that_say_nothing_have_the_optimizers_rate_and_decay():
+    linear = nn.Linear(6, 5)
+    groups = [{"params": [linear.weight], "optimizer": "muon"}, {"params": [linear.bias], "optimizer": "adamw"}]
+    optimizer = nlr.MuonAdamW(groups, lr=0.2, weight_decay=0.1)
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.2, 0.1)] * 2

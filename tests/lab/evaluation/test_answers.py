@@ -90,3 +90,11 @@ def test_long_prompts_lose_their_beginning_and_are_counted(tokenizer, tmp_path):
     few = tiny_model(tokenizer, positions=MAX_NEW_TOKENS)
     assert_refused(f"{MAX_NEW_TOKENS} positions, and answers alone take", score_answers, few, tokenizer, local)
     assert_refused("no prompt 'vicuna'; choose from alp", score_answers, model, tokenizer, local, prompt="vicuna")
+
+
+def test_a_checkpoints_own_generation_settings_change_no_answer(model, tokenizer, tmp_path):
+    write_lines(tmp_path / "ARC-Easy.jsonl", commonsense_rows("ARC-Easy", 9))
+    local = find_local_tasks(["arc_easy_local"], tmp_path)
+    expected = score_answers(model, tokenizer, local, beams=1)
+    model.generation_config.update(repetition_penalty=9.0, no_repeat_ngram_size=1)
+    assert score_answers(model, tokenizer, local, beams=1) == expected

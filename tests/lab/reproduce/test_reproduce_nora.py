@@ -188,3 +188,10 @@ def test_figures_show_what_the_table_trained(capsys, tmp_path, monkeypatch):
     assert all(0 < value < 1 for value in found[7].values())
     for name in ("t-sne-digits.png", "grad-cam-digits.png"):
         assert (tmp_path / "nora-table1" / "demo" / name).stat().st_size > 10_000
+
+
+def test_trained_activations_start_as_published():
+    x = torch.tensor([-1.0, 1.0])
+    starts = {PReLU: [-0.25, 1.0], AReLU: [-0.9, 1 + torch.tensor(2.0).sigmoid()], ELU: [torch.e**-1 - 1, 1.0]}
+    for kind, values in starts.items():
+        torch.testing.assert_close(kind()(x), torch.tensor(values))

@@ -195,3 +195,13 @@ def test_draws_follow_seed_image_and_pass_alone(kind):
             for index, found in enumerate(row):
                 pixels = found["pixel_values"][0].numpy()
                 assert (pixels == array[index]).all() or (pixels == array[index][:, ::-1]).all()
+
+
+def test_tuned_images_are_mirrored_and_moved_by_an_eighth():
+    picture = Image.fromarray(rng().integers(0, 256, (8, 8), np.uint8))
+    pixels = Pixels(size=8, channels=1, mean=(0.0,), std=(1.0,))
+    plain = pixels.tensor(pixels.fitted(picture)).numpy()
+    wide = [np.pad(each, ((0, 0), (1, 1), (1, 1))) for each in (plain, plain[:, :, ::-1])]
+    ways = {each[:, y : y + 8, x : x + 8].tobytes() for each in wide for y in range(3) for x in range(3)}
+    made = [vary_image(picture, pixels, np.random.default_rng(seed), crop=True) for seed in range(400)]
+    assert {each["pixel_values"].numpy().tobytes() for each in made} == ways

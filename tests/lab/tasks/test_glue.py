@@ -13,7 +13,7 @@ from cli_helpers import run_python
 from nlr_lab.tasks.finetune.classification import GLUE, GlueData, GlueTask, find_task, read_split, read_tsv
 from nlr_lab.tasks.finetune.pretrained import Pretrained, head_modules
 from nlr_lab.tasks.finetune.sequences import PadRight, TokenExamples
-from nlr_lab.tasks.task import scores
+from nlr_lab.tasks.task import hold_out, scores
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.pooled import MeanPooledForSequenceClassification
 from refusals import assert_refused
@@ -361,3 +361,9 @@ def test_published_sizes_are_known_without_a_download(checkpoint, kind, paramete
     model = Pretrained(checkpoint=checkpoint).on_meta(kind, 2)
     assert sum(each.numel() for each in model.parameters()) == parameters
     assert head_modules(model) == head
+
+
+def test_one_row_is_held_out_at_least():
+    kept, held = hold_out(10, 0.01)
+    assert len(held) == 1
+    assert sorted(kept + held) == list(range(10))

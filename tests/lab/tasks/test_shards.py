@@ -456,3 +456,13 @@ def test_masks_of_a_mixture_follow_its_passes(tmp_path, tokenizers):
 def test_wrong_mixtures_are_one_clear_line(tokenizers, source, words):
     assert_refused(words, prepare_source, config(source, tokenizers / "200"))
     assert_refused("needs the tokenizer", prepare_source, config("a.bin:1,b.bin:1", "bpe"))
+
+
+def test_bytes_of_a_mixture_are_of_all_that_is_evaluated(tmp_path, tokenizers):
+    a, b = tmp_path / "a.bin", tmp_path / "b.bin"
+    for path, size in ((a, 250), (b, 270)):
+        write_nanogpt(path, make_documents(vocabulary=size))
+    packed = prepare_source(config(f"{a}:0.8,{b}:0.2", tokenizers / "bytes", eval_sequences=10), progress=False)
+    tokens, tokenizer = ids_of(packed.valid).reshape(-1, LENGTH)[:, 1:], packed.tokenizer
+    lengths = [0 if token == END else len(tokenizer.convert_ids_to_tokens(token)) for token in tokens.ravel().tolist()]
+    assert packed.valid_bytes_per_token == pytest.approx(np.mean(lengths))

@@ -467,3 +467,11 @@ def test_gpt2_files_give_the_known_counts(shared_data):
     assert packed.tokenizer.eos_token_id == 50256
     assert packed.tokenizer("Hello world")["input_ids"] == [15496, 995]
     assert 3.9 < packed.valid_bytes_per_token < 4.4
+
+
+def test_most_of_the_text_is_never_held_out(tmp_path):
+    for salt in range(8):  # by its hash, the long document would be held out in about half of these
+        documents = make_documents(2, lines=20)
+        documents[0] *= 9
+        packed = prepare_text(small(write(tmp_path / f"{salt}", "jsonl", documents)), progress=False)
+        assert texts_of(packed, packed.valid) == documents[1:]

@@ -119,3 +119,10 @@ def test_starts_that_do_not_fit_are_refused_before_any_work(first, tmp_path):
     with pytest.raises(UserError, match="the text's tokenizer is not that of"):
         run_training(_from(start), tmp_path / "out", prepared=few, quiet=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_resumed_run_has_its_own_optimizers_state(first, tmp_path):
+    recipe = _from(first[0] / "checkpoints" / "step-000012", init_optimizer=True, keep_checkpoints=9)
+    whole = run_training(recipe, tmp_path / "whole", prepared=TEXT, quiet=True)
+    out = cut_back(tmp_path / "whole", tmp_path / "out", 4)
+    assert run_training(recipe, out, resume=True, prepared=TEXT, quiet=True).curve == whole.curve

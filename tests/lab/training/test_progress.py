@@ -25,15 +25,15 @@ def test_lines_have_tokens_per_second_and_no_mfu_on_a_cpu(tmp_path, capsys):
 
 
 def test_speed_is_of_training_and_time_to_go_of_all(monkeypatch, capsys):
-    """Ten steps of a second, an evaluation of 20 s, a checkpoint of 10 s."""
+    """Ten steps of a second, ten of half of one, each with an evaluation of 20 s and a checkpoint of 10 s."""
     clock = [0.0]
     monkeypatch.setattr(lines.time, "monotonic", lambda: clock[0])
     state, nothing = SimpleNamespace(global_step=0, max_steps=100), SimpleNamespace()
     callback = lines.ProgressLines("arm", tokens=1000, utilization=2e-4)
     callback.on_train_begin(nothing, state, nothing)
-    for _ in range(2):
+    for seconds in (1.0, 0.5):
         for _ in range(10):
-            clock[0] += 1
+            clock[0] += seconds
             state.global_step += 1
             callback.on_step_end(nothing, state, nothing)
         callback.on_log(nothing, state, nothing, logs={"loss": 2.0})
@@ -44,7 +44,7 @@ def test_speed_is_of_training_and_time_to_go_of_all(monkeypatch, capsys):
     one, two = capsys.readouterr().err.splitlines()
     assert one == "arm  step 10/100  train 2.0000  eval 3.0000  1.00 steps/s  1,000 tokens/s  MFU 20.0 %  4 min left"
     assert "step 20/100" in two
-    assert "1.00 steps/s  1,000 tokens/s  MFU 20.0 %" in two
+    assert "2.00 steps/s  2,000 tokens/s  MFU 40.0 %" in two
     callback.bar.close()
 
 

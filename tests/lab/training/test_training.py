@@ -308,3 +308,25 @@ def test_process_settings_are_put_back(tmp_path, monkeypatch):
     train(tmp_path / "a", threads=2, bf16=True, deterministic=True, steps=2)
     assert (torch.get_num_threads(), dict(os.environ)) == before
     assert torch.is_deterministic_algorithms_warn_only_enabled()  # as conftest set it
+
+
+@pytest.mark.parametrize("norm", [0.01, 0.0])
+def test_gradients_are_clipped_to_the_norm(tmp_path, norm):
+    train(tmp_path / "out", steps=1, warmup_steps=0, max_grad_norm=norm)
+    files = (tmp_path / "out" / "checkpoints" / "step-000001" / "optimizer").glob("*.safetensors")
+    state = {name: value for file in files for name, value in load_file(file).items()}
+    gradients = torch.cat([value.flatten() for name, value in state.items() if name.startswith("exp_avg/")]) / 0.1
+    assert gradients.norm() > 0.02 if norm == 0 else gradients.norm().item() == pytest.approx(norm, rel=1e-3)
+
+
+def test_evaluation_has_batches_of_its_own_size(tmp_path):
+    text, sizes = FakeText(), set()
+    collate = text.collate
+
+    def noted(items):
+        sizes.add(len(items))
+        return collate(items)
+
+    object.__setattr__(text, "collate", noted)
+    train(tmp_path / "out", prepared=text, steps=2, eval_batch_size=3)
+    assert sizes == {3}

@@ -226,9 +226,18 @@ def test_merging_one_by_one_is_merging_together(row):
         model.merge_adapter([first])
         with pytest.warns(UserWarning, match="additionally merging"):
             model.merge_adapter([second])
+        assert {tuple(each.merged_adapters) for each in layers(model)} - {(first,), (second,)} == {(first, second)}
         for name, value in model.state_dict().items():
             assert torch.equal(value, together[name]), name
         model.unmerge_adapter()
+
+
+@pytest.mark.parametrize("row", [row for row in one_a_method if row.merges], ids=lambda row: row.name)
+def test_disabling_merged_adapters_gives_the_base(row):
+    before, model, inputs = wrapped(row)
+    model.merge_adapter()
+    with model.disable_adapter():
+        assert torch.equal(logits(model, inputs), before)
 
 
 @merging_rows

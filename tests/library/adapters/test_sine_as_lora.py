@@ -223,6 +223,7 @@ def scales(model, name="default"):
         ({"lora_alpha": 8}, {2.0}),
         ({"lora_alpha": 8, "alpha_pattern": {"v_proj": 12}}, {2.0, 3.0}),
         ({"rank_pattern": {"v_proj": 2}, "alpha_pattern": {r".*v_proj": 6}}, {1.0, 3.0}),
+        ({"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 6}}, {1.0, 3.0}),
         ({"use_rslora": True}, {1.0}),
         ({"use_rslora": True, "lora_alpha": 8}, {4.0}),
     ],
@@ -373,8 +374,8 @@ def test_optimizers_of_lora_find_the_factors(make):
     assert changed == {name for name in before if make == "plus" or "lora_B" in name}
 
 
-def test_hotswap_takes_the_same_frequency_only(tmp_path):
-    models = {"a": llama(), "b": llama(lora_alpha=8), "c": llama(omega=77.0)}
+def test_hotswap_takes_the_same_frequency_and_gain_only(tmp_path):
+    models = {"a": llama(), "b": llama(lora_alpha=8), "c": llama(omega=77.0), "d": llama(gain=2.0)}
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
     base = models["a"]
@@ -382,8 +383,9 @@ def test_hotswap_takes_the_same_frequency_only(tmp_path):
     assert scales(base) == {2.0}
     a, b = (each.base_model.model.model.layers[1].self_attn.q_proj for each in (base, models["b"]))
     torch.testing.assert_close(a.get_delta_weight("default"), b.get_delta_weight("default"))
-    with pytest.raises(ValueError, match="omega"):
-        hotswap_adapter(base, tmp_path / "c", adapter_name="default")
+    for other, setting in (("c", "omega"), ("d", "gain")):
+        with pytest.raises(ValueError, match=setting):
+            hotswap_adapter(base, tmp_path / other, adapter_name="default")
 
 
 @pytest.mark.parametrize(
@@ -415,3 +417,17 @@ def test_what_a_sine_cannot_do_is_refused_in_one_line():
         model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "both")
     with pytest.raises(ValueError, match="NLR_SINE_LORA"):
         peft.PeftMixedModel(model_helpers.llama(), SineLoraConfig(target_modules=["q_proj"]))
+
+
+def test_factors_of_an_embedding_are_drawn_as_a_linears():
+    model = get_peft_model(Model(nn.Embedding(10, 64)), SineLoraConfig(r=3, target_modules=["target"]))
+    _, down = model.base_model.model.target.matrices("default")
+    assert 0.9 * 64**-0.5 < down.abs().max() <= 64**-0.5
+
+
+def test_a_padding_token_is_not_trained():
+    config = SineLoraConfig(r=3, target_modules=["target"], init_lora_weights=False)
+    model = get_peft_model(Model(nn.Embedding(10, 12, padding_idx=4)), config)
+    model(torch.tensor([[4, 7, 4]])).sum().backward()
+    gradient = model.base_model.model.target.lora_embedding_A["default"].grad  # (r, tokens)
+    assert gradient.any(dim=0).nonzero().flatten().tolist() == [7]

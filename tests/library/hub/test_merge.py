@@ -144,7 +144,7 @@ def test_merging_refuses_other_shared_weights(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("dtype", "factor"), [("float32", 1.01), ("bfloat16", 1.15)])
+@pytest.mark.parametrize(("dtype", "factor"), [("float32", 1.01), ("float32", float("nan")), ("bfloat16", 1.15)])
 @pytest.mark.parametrize(
     ("place", "name", "message"),
     [

@@ -131,3 +131,12 @@ def test_gated_model_starts_as_it_was():
         for parameter in branch.values():
             parameter.normal_()
         assert not torch.equal(model(**inputs).logits, before)
+
+
+def test_branches_disabled_before_stay_so():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    nlr.augment(model, NobleConfig(rank=2), verbose=False)
+    model[0].branch_enabled = False
+    with nlr.branches_disabled(model):
+        assert not model[1].branch_enabled
+    assert [layer.branch_enabled for layer in model] == [False, True]

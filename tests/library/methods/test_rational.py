@@ -173,3 +173,8 @@ def test_wrong_uses_are_one_line():
     assert_refused("needs the function that it starts from", RationalActivation, RationalConfig())
     with pytest.raises(UserError, match=r"16 channels, but not in .* its input \(2, 16, 8\); leave it out"):
         RationalActivation(RationalConfig(activation="gelu", width=16))(torch.randn(2, 16, 8))
+
+
+def test_the_better_of_two_fits_is_taken():
+    """A numerator of degree 2 over one of 3 has no room for the even part of gelu alone, which leaves 0.06."""
+    assert fit_rational("gelu", degrees=(2, 3), fit_range=2.0).error < 0.01

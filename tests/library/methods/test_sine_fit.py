@@ -121,3 +121,11 @@ def test_experts_are_skipped_and_listed_or_refused_by_name():
     assert any("not for experts" in why for why in report.skipped.values())
     model = MODELS["mixtral"][0]()
     assert_refused("not for experts; leave it out", fitted, model, rank=2, include=r".*experts")
+
+
+def test_a_fit_is_kept_once():
+    model = nn.ModuleDict({"a": nn.Linear(24, 18)})
+    fitted(model)
+    before = model["a"].weight.detach()
+    model["a"].reset_parameters()
+    assert not torch.equal(model["a"].weight, before)
