@@ -244,12 +244,6 @@ def _unwritten(now: Tensor, then: Tensor) -> bool:
     return now.data_ptr() == then.data_ptr() if then.is_cuda else torch.equal(now, then)
 
 
-def cached_bytes(model: nn.Module) -> int:
-    """Return the bytes of the weights with adapters in them that a model's layers keep in evaluation."""
-    layers = [layer for layer in model.modules() if isinstance(layer, _ProductLayer)]
-    return sum(kept.weight.nbytes for layer in layers for kept in layer._formed.values())
-
-
 class SineLinear(_ProductLayer, lora.Linear):
     """Around nn.Linear, Conv1D and quantized linears: (..., d_in) -> (..., d_out)."""
 

@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank import SineLoraConfig
-from nonlinear_lowrank.adapters.sine import cached_bytes
 
 MODULES = {
     "linear": lambda: nn.Linear(12, 10),
@@ -31,6 +30,10 @@ def adapted(kind, **options):
 
 def inputs(kind):
     return torch.randn(*((2, 12, 4, 4) if kind == "conv2d" else (2, 5, 12)))
+
+
+def cached_bytes(model):
+    return sum(kept.weight.nbytes for each in model.modules() for kept in getattr(each, "_formed", {}).values())
 
 
 @torch.no_grad()

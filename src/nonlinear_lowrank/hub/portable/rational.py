@@ -1,13 +1,12 @@
 """Rational activations."""
 
-import math
 from collections.abc import Callable
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
+from transformers.activations import ACT2FN
 
 from nonlinear_lowrank.ops.plain import kept_float32, wide
 
@@ -16,19 +15,9 @@ from .core import METHODS, Layer
 RATIONAL_FITS: dict[Any, tuple[list[float], list[float]]] = {}
 """Numerator and denominator that stand for an activation, by (activation, form, degrees, range)."""
 
-_TANH_GELU = math.sqrt(2.0 / math.pi)
-PLAIN_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_python": lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))),
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_new": lambda x: 0.5 * x * (1.0 + torch.tanh(_TANH_GELU * (x + 0.044715 * torch.pow(x, 3.0)))),
-    "gelu_fast": lambda x: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x))),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "silu": F.silu,
-    "relu": F.relu,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-}
+_GELUS = ("gelu", "gelu_python", "gelu_new", "gelu_fast", "quick_gelu")
+PLAIN_ACTIVATIONS = {name: ACT2FN[name] for name in (*_GELUS, "silu", "relu", "tanh", "sigmoid")}
+PLAIN_ACTIVATIONS["gelu_tanh"] = ACT2FN["gelu_pytorch_tanh"]
 
 
 class RationalActivation(Layer, nn.Module):

@@ -6,38 +6,23 @@ rounding. `KIND` gives the function that a formula computes. The rational functi
 b = 0 the slope of |b| is 1 here too.
 """
 
-import math
-from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.ops.plain import wide_dtype
 from nonlinear_lowrank.validation import check_choice
 
-_SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
-_CUBIC = 0.044715
 _QUICK = 1.702
 
-_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_python": lambda x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))),
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_new": lambda x: 0.5 * x * (1.0 + torch.tanh(_SQRT_2_OVER_PI * (x + _CUBIC * torch.pow(x, 3.0)))),
-    "gelu_fast": lambda x: 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + _CUBIC * x * x))),
-    "quick_gelu": lambda x: x * torch.sigmoid(_QUICK * x),
-    "silu": F.silu,
-    "relu": F.relu,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-}
-
-FORMULAS = tuple(_VALUES)
+_GELUS = ("gelu", "gelu_python", "gelu_tanh", "gelu_new", "gelu_fast", "quick_gelu")
+FORMULAS = (*_GELUS, "silu", "relu", "tanh", "sigmoid")
 """Names that `activation` takes."""
 
+_VALUES = {name: ACT2FN["gelu_pytorch_tanh" if name == "gelu_tanh" else name] for name in FORMULAS}
 _OTHER_FORMULAS = {"gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh"}
 KIND = {name: _OTHER_FORMULAS.get(name, name) for name in FORMULAS}
 """The function each formula computes: gelu, gelu_tanh, quick_gelu, silu, relu, tanh or sigmoid."""
