@@ -64,11 +64,11 @@ def check_tolerance(tolerance: float) -> None:
 
 
 @torch.no_grad()
-def spectrum(matrix: Tensor, *, exact_up_to: int = EXACT, seed: int = 0) -> Spectrum:
+def spectrum(matrix: Tensor, *, exact_up_to: int = EXACT) -> Spectrum:
     """Return the singular values of a matrix (m, n) of any floating type, on its device.
 
     By an SVD in float64 where min(m, n) is at most `DIRECT`, by the eigenvalues of the float64 Gram matrix up to
-    `exact_up_to`; above, the `LEADING` by a randomised range finder with power iterations in float32, drawn by `seed`
+    `exact_up_to`; above, the `LEADING` by a randomised range finder with power iterations in float32
     (Halko, Martinsson, Tropp, SIAM Review 53, 2011, algorithm 4.4). UserError where a number is not finite.
     """
     if matrix.ndim != 2 or matrix.numel() == 0:
@@ -87,7 +87,7 @@ def spectrum(matrix: Tensor, *, exact_up_to: int = EXACT, seed: int = 0) -> Spec
             gram.addmm_((wide := block.double()).T, wide)
         values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt().flip(0)
     else:
-        values = _leading(tall.float(), seed).double()
+        values = _leading(tall.float()).double()
     return Spectrum(values.cpu(), math.sqrt(squares), exact)
 
 
@@ -138,8 +138,8 @@ def _blocks(tall: Tensor) -> tuple[Tensor, ...]:
     return tall.split(max(1, _BLOCK // tall.shape[1]))
 
 
-def _leading(tall: Tensor, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
+def _leading(tall: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
     draw = torch.randn(tall.shape[1], LEADING + _SPARE, generator=generator).to(tall.device)
     basis = torch.linalg.qr(tall @ draw)[0]
     for _ in range(_ROUNDS):

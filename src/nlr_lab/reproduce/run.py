@@ -29,7 +29,6 @@ def run_table(
     *,
     sources: Mapping[str, str] | None = None,
     seeds: int | None = None,
-    quiet: bool = False,
 ) -> dict[str, Any]:
     """Run what is missing of a table's trials and write its record, which is returned.
 
@@ -39,7 +38,6 @@ def run_table(
         out: folder of all tables.
         sources: other files or folders in the place of data sets and checkpoints, by name.
         seeds: of every comparison, in place of the scale's.
-        quiet: print nothing of the comparisons.
 
     Raises:
         UserError: the table is a diagram, or what it needs is not there.
@@ -61,7 +59,7 @@ def run_table(
                 continue
             replaced = _replaced(trial.recipe, sources or {})
             trial = replace(trial, recipe=replaced, seeds=trial.seeds if seeds is None else seeds)
-            cells, about = run_comparison(trial, home, table.columns, sources or {}, quiet=quiet)
+            cells, about = run_comparison(trial, home, table.columns, sources or {})
             parts.append(about)
         elif isinstance(trial, Measure):
             cells = trial.function(home)
@@ -88,7 +86,7 @@ def run_table(
 
 
 def run_comparison(
-    trial: Compare, home: Path, columns: Sequence[str], sources: Mapping[str, str], *, quiet: bool
+    trial: Compare, home: Path, columns: Sequence[str], sources: Mapping[str, str]
 ) -> tuple[Cells, dict[str, Any]]:
     """Run or resume one comparison; return its cells and what it was."""
     from nlr_lab.compare import compare
@@ -100,7 +98,7 @@ def run_comparison(
         trial = replace(trial, arms={**trial.arms, **trial.before(trial, home)})
     folder, models = home / trial.part, isinstance(trial.recipe, Recipe)
     options: dict[str, Any] = {"seeds": trial.seeds, "tune_lr": trial.tune_lr, "timing_rounds": trial.rounds}
-    comparison = compare(trial.recipe, folder, arms=parse_arms(trial), resume=folder.exists(), quiet=quiet, **options)
+    comparison = compare(trial.recipe, folder, arms=parse_arms(trial), resume=folder.exists(), **options)
     results = comparison.results
     factor = 100.0 if models and results["metric"]["name"] != "loss" else 1.0
     counts = count_parts(trial) if COUNTED & {*columns} else {}

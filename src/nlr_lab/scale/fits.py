@@ -10,8 +10,7 @@ two to five seeds, they held losses and differences in 90 to 94 % of 150 or 200 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
@@ -36,9 +35,6 @@ class Interval:
     def holds(self, value: float) -> bool | None:
         """Return whether a value lies within; None without an interval."""
         return None if self.low is None or self.high is None else self.low <= value <= self.high
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Draws:

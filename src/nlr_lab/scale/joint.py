@@ -33,7 +33,6 @@ class JointLaws(Draws):
         tokens: tokens D of each rung (R,).
         compute: arm -> training FLOPs of each rung (R,).
         losses: arm -> final losses of each rung, by seed, R arrays (n,); seeds in the same order in all arms.
-        seed: of the bootstrap.
     """
 
     def __init__(
@@ -42,9 +41,8 @@ class JointLaws(Draws):
         tokens: Array,
         compute: Mapping[str, Array],
         losses: Mapping[str, Sequence[Array]],
-        seed: int = 0,
     ) -> None:
-        super().__init__(compute, losses, seed)
+        super().__init__(compute, losses)
         self.sizes, self.tokens = sizes, tokens
         self._x, self._y = np.log(sizes / sizes[0]), np.log(tokens / tokens[0])
         self._fitted: dict[str, Array] = {}

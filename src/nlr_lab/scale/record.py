@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,8 @@ def _laws(rungs: Sequence[Record], tokens: float) -> list[dict[str, Any]]:
             continue
         law = {"tokens": tokens, "arm": name, "form": laws.form, "rungs": laws.rungs}
         law |= {"first_compute": float(laws.compute[name][0])}
-        law |= {key: value.to_json() for key, value in laws.fits(name).items()}
-        law["multiplier"] = None if name == reference else laws.multiplier(name, reference).to_json()
+        law |= {key: asdict(value) for key, value in laws.fits(name).items()}
+        law["multiplier"] = None if name == reference else asdict(laws.multiplier(name, reference))
         found.append(law)
     return found
 
@@ -177,8 +178,8 @@ def _joint(rungs: Sequence[Record]) -> dict[str, Any] | None:
         found[name] = None
         if (laws := joint_of(rungs, name, reference)) is not None:
             fits = laws.fits(name) | laws.optimum(name, compute)
-            found[name] = {"rungs": laws.rungs, **{key: value.to_json() for key, value in fits.items()}}
-            found[name]["speed"] = None if name == reference else laws.speed(name, reference, compute).to_json()
+            found[name] = {"rungs": laws.rungs, **{key: asdict(value) for key, value in fits.items()}}
+            found[name]["speed"] = None if name == reference else asdict(laws.speed(name, reference, compute))
     return {"compute": compute, "arms": found} if any(found.values()) else None
 
 

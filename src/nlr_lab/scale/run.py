@@ -9,7 +9,7 @@ out/results.json          the record of all rungs there are      out/report.md, 
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -198,8 +198,8 @@ def _losses(
         if laws is None or not {name, reference} <= compute.keys():
             continue
         loss = laws.predict(name, compute[name])
-        found[name] = {"law": laws.form, "compute": compute[name], "loss": loss.to_json()}
+        found[name] = {"law": laws.form, "compute": compute[name], "loss": asdict(loss)}
         if name != reference:
             delta = laws.predict(name, compute[name], (reference, compute[reference]))
-            found[name]["delta"] = delta.to_json()
+            found[name]["delta"] = asdict(delta)
     return found

@@ -65,7 +65,7 @@ class ArmKind:
 
     def label(self, settings: Settings) -> list[str]:
         """Return the parts of the arm's name."""
-        return [self.name]
+        return [self.name.replace(":", "."), *(f"{key}-{as_text(value)}" for key, value in settings.items())]
 
     def apply(self, model: nn.Module, settings: Settings, setup: Setup, init: DenseInit, verbose: bool) -> nn.Module:
         """Return the changed model; raise UserError where the change does not fit it.
@@ -463,9 +463,6 @@ class Function(ArmKind):
 
     def read(self, settings: Settings) -> dict[str, Any]:
         return dict(settings)
-
-    def label(self, settings: Settings) -> list[str]:
-        return [self.name.replace(":", "."), *(f"{key}-{as_text(value)}" for key, value in settings.items())]
 
     def function(self) -> Callable[..., Any]:
         """Return the function itself; raise UserError where it cannot be imported or called."""

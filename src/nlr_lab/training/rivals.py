@@ -16,7 +16,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.surgery.targets import output_head_names
 from nonlinear_lowrank.validation import check_number, check_share
 
-from .methods import ArmKind, Settings, Setup, as_text
+from .methods import ArmKind, Settings, Setup
 
 
 class LowRank(ArmKind):
@@ -32,9 +32,6 @@ class LowRank(ArmKind):
             if key != "scale":
                 check_share(key, value)
         return dict(settings)
-
-    def label(self, settings: Settings) -> list[str]:
-        return [self.name, *(f"{key}-{as_text(value)}" for key, value in settings.items())]
 
     @torch.no_grad()
     def apply(self, model: nn.Module, settings: Settings, setup: Setup, init: DenseInit, verbose: bool) -> nn.Module:

@@ -102,7 +102,6 @@ def served(watched: Watched, port: int = 0) -> Iterator[str]:
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no such port number"
         raise UserError(f"--port {port} cannot be used ({reason}); omit it for a free one") from error
-    server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True)
     thread.start()
     try:
