@@ -1,8 +1,8 @@
-"""Draw docs/front.png, the README's picture: the ladder's largest rung over hours, and the lead by width.
+"""Draw docs/front.png, the README's picture: the ladder's largest rung over time, and the lead by width.
 
     python tools/front_picture.py
 
-Hours are steps times the arm's median step time, by the interleaved timing of its rung. The curves are those of the
+Minutes are steps times the arm's median step time, by the interleaved timing of its rung. The curves are those of the
 runs that studies/ladder/runs.tar.xz keeps, the differences those of its results.json.
 """
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def draw_curves(axes, rung: dict) -> None:
-    """Draw the evaluation loss of every arm over hours: the mean of its seeds, with their range."""
+    """Draw the evaluation loss of every arm over minutes: the mean of its seeds, with their range."""
     with tarfile.open(LADDER / "runs.tar.xz") as runs:
         for name in [name for name in ARMS if name in rung["arms"]]:
             arm = rung["arms"][name]

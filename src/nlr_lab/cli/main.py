@@ -9,7 +9,6 @@ traceback.
 """
 
 import difflib
-import functools
 import importlib
 import io
 import logging
@@ -38,8 +37,8 @@ _GO_ON = ("scale", "reproduce")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command of these arguments, or of sys.argv's, and return the exit code."""
     # In quotes and after "=" a shell leaves ~, and a folder of that name would be made.
-    home = functools.partial(re.sub, r"^(--[\w.-]+=)?~(?=/)", lambda start: (start[1] or "") + os.path.expanduser("~"))
-    arguments = [home(each) for each in (sys.argv[1:] if arguments is None else arguments)]
+    given = sys.argv[1:] if arguments is None else arguments
+    arguments = [re.sub(r"^(--[\w.-]+=)?~(?=/)", rf"\g<1>{os.path.expanduser('~')}", each) for each in given]
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a table without its rules is worth more than none
