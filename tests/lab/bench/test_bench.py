@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nlr_lab.bench import result as bench_result
 from nlr_lab.bench.arms import METHODS, BenchArm, bench_arms, make_model
 from nlr_lab.bench.decode import bench_decode, make_decoder
 from nlr_lab.bench.op import bench_op, kat_rational, op_arms
@@ -158,6 +159,8 @@ def test_memory_agrees_with_counts_by_hand(mode, tmp_path):
     h = 2 * 6 * 4 * 32 * 4 * 4
     extra = rows["noble r=4"]["saved_bytes"] - rows["baseline"]["saved_bytes"]
     assert h <= extra <= 1.05 * h
+    whole = [rows[name]["weights_bytes"] + rows[name]["peak_bytes"] for name in ("noble r=4", "baseline")]
+    assert rows["noble r=4"]["peak_ratio"] == whole[0] / whole[1]
     assert rows["noble r=4"]["saved_ratio"] == rows["noble r=4"]["saved_bytes"] / rows["baseline"]["saved_bytes"]
     # sine keeps what LoRA keeps, or less; nothing as large as a weight
     for name in ("sine-lora r=4", "sine-dora r=4"):
@@ -253,3 +256,10 @@ def test_branches_of_a_base_model_save_three_percent_more():
     config = TrainBenchConfig(**base, sequence_length=64, batch_size=1, modes=("eager",))
     baseline, noble = bench_memory(config, progress=lambda line: None).rows
     assert 1 < noble.figures["saved_bytes"] / baseline.figures["saved_bytes"] <= 1.03
+
+
+def test_a_copy_reads_and_writes_and_a_product_multiplies_and_adds(monkeypatch):
+    monkeypatch.setattr(bench_result, "_seconds", lambda statement, **names: 2.0)
+    found = bench_result.describe_machine("cpu")
+    assert found["copy_bytes_per_second"] == 2 * (1 << 26) / 2
+    assert found["product_flops_per_second"] == 2 * 768**3 / 2

@@ -110,4 +110,12 @@ def test_ratio_equals_numpys_and_its_interval_covers():
 def test_interval_is_as_wide_as_the_medians_of_normal_logs():
     found = [paired_ratio(np.exp(row), np.ones(401), resamples=1000) for row in rng().normal(0, 0.1, (30, 401))]
     widths = [math.log(each.high / each.low) for each in found]
+    doubled = [paired_ratio(2 * np.exp(row), np.ones(401), resamples=1000) for row in rng().normal(0, 0.1, (30, 401))]
+    assert 2 * 1.96 * np.mean([each.log_standard_error for each in doubled]) == pytest.approx(np.mean(widths), rel=0.1)
     assert np.mean(widths) == pytest.approx(2 * 1.96 * math.sqrt(math.pi / 2) * 0.1 / math.sqrt(401), rel=0.1)
+
+
+def test_one_warm_up_and_one_round_are_taken_however_late():
+    done = []
+    times = interleaved_step_times({"arm": lambda: done.append(1)}, rounds=5, warmup=3, max_seconds=-1.0)
+    assert (len(done), len(times["arm"])) == (2, 1)

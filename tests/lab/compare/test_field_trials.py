@@ -14,6 +14,7 @@ from nlr_lab.compare import compare
 from nlr_lab.compare import field_report as pictures
 from nlr_lab.compare import field_trials as trial
 from nlr_lab.compare.field_report import bd_psnr, bd_rate, field_sections, findings, render_report
+from nlr_lab.compare.trial import Choice
 from nlr_lab.fields.problem import FieldArm
 from nlr_lab.runtime.environment import cpu_threads
 from nlr_lab.tasks.task import Measure
@@ -67,6 +68,8 @@ def test_record_holds_what_the_runs_gave(compared):
         assert arm["late_gain"] == pytest.approx(np.mean(gains))
         assert arm["parameters"] == results[0]["parameters"]
         assert arm["size"] == pytest.approx(32 * arm["parameters"] / 144)
+    for file in out.glob("runs/*/*/lr-*/seed-*/fit.json"):
+        assert f"lr-{json.loads(file.read_text())['settings']['train']['lr']:g}" == file.parts[-3]
     assert found["arms"][0]["percent"] == 100
     assert found["arms"][0]["step_time_ratio"]["median"] == 1
 
@@ -296,3 +299,9 @@ def test_times_steps_on_the_fits_device(recipe, tmp_path, monkeypatch):
     with cpu_threads(2):
         go(short, tmp_path / "out", timing_rounds=2)
     assert seen == ["meta", "meta", "wall", 1]
+
+
+def test_score_is_that_of_the_last_step_not_the_best(recipe):
+    curve = [{"step": 1, "loss": 2.0, "psnr": 30.0}, {"step": 2, "loss": 1.0, "psnr": 20.0}]
+    record = {"score": "psnr", "metrics": {"psnr": 20.0}, "curve": curve, "steps": 2, "seconds": 1.0}
+    assert trial.FieldTrials(recipe).read(record, Choice(lr=1e-3), 0).score == 20.0

@@ -86,7 +86,11 @@ def test_long_prompts_lose_their_beginning_and_are_counted(tokenizer, tmp_path):
     write_lines(tmp_path / "boolq.jsonl", commonsense_rows("boolq", 2))
     local = find_local_tasks(["boolq_local"], tmp_path)
     model = tiny_model(tokenizer, positions=MAX_NEW_TOKENS + 8)
+    given, generate = [], model.generate
+    model.generate = lambda **inputs: given.extend(inputs["input_ids"].tolist()) or generate(**inputs)
     assert score_answers(model, tokenizer, local, beams=1)["boolq_local"]["truncated"] == 2
+    prompts = [PROMPTS["alpaca"].format(instruction=doc["instruction"]) for doc in local.tasks[0].docs]
+    assert sorted(given) == sorted(tokenizer(prompt)["input_ids"][-8:] for prompt in prompts)
     few = tiny_model(tokenizer, positions=MAX_NEW_TOKENS)
     assert_refused(f"{MAX_NEW_TOKENS} positions, and answers alone take", score_answers, few, tokenizer, local)
     assert_refused("no prompt 'vicuna'; choose from alp", score_answers, model, tokenizer, local, prompt="vicuna")

@@ -9,7 +9,7 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast, TextStreamer
 
-from nlr_lab.evaluation.generation import Sampling, generate_text
+from nlr_lab.evaluation.generation import Sampling, encode_prompt, generate_text
 from nlr_lab.evaluation.harness import score_tasks
 from nlr_lab.evaluation.losses import TextScore, score_documents, score_sequences
 from nlr_lab.tasks.text.tokenizers import encode
@@ -101,6 +101,7 @@ def test_lm_eval_runs_a_local_task_on_the_live_model(model, tokenizer, tmp_path)
         "doc_to_target: '{{text}}'\nmetric_list: [{metric: bits_per_byte}]\n"
     )
     metrics = score_tasks(model, tokenizer, ["own_task"], include_path=str(tmp_path))["own_task"]
+    assert score_tasks(model, tokenizer, ["own_task"], include_path=str(tmp_path), limit=1)["own_task"]["n"] == 1
     value = next(value for key, value in metrics.items() if key.startswith("bits_per_byte,"))
     # lm-eval predicts the first token too, from a start token in front.
     losses = [token_losses(model, [tokenizer.bos_token_id, *tokenizer(text)["input_ids"]]) for text in TEXTS]
@@ -149,3 +150,17 @@ def test_broken_model_is_refused_in_generation(model, tokenizer, temperature, va
     broken = copy.deepcopy(model)
     next(broken.parameters()).data.fill_(value)
     assert_refused("nlr verify", generate_text, broken, tokenizer, "def ", Sampling(temperature=temperature))
+
+
+def test_prompt_and_continuation_may_fill_the_positions(model, tokenizer):
+    room = 64 - len(tokenizer("def ")["input_ids"])
+    for asked in (None, room):
+        assert encode_prompt(model, tokenizer, "def ", asked)[1] == room
+
+
+def test_temperature_and_top_k_choose_the_tokens(model, tokenizer):
+    def text(**settings):
+        return generate_text(model, tokenizer, "def ", Sampling(max_new_tokens=20, **settings))
+
+    assert text(temperature=100.0, top_k=0) != text(temperature=0.01, top_k=0)
+    assert text(temperature=9.0, top_k=1) == text(temperature=0)

@@ -1,6 +1,8 @@
 """The loop that fits fields: exact resume, finite losses, folders, schedules."""
 
+import itertools
 import json
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -8,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nlr_lab.fields.fit import build, fit, load_weights
+from nlr_lab.fields.fit import Stepper, build, fit, load_weights
 from nlr_lab.fields.image import ImageProblem
 from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.settings import FieldConfig, FitConfig
 from nlr_lab.runtime import environment
+from nlr_lab.runtime.environment import OutOfTimeError
 from nlr_lab.watch.runs import Watched
 from nonlinear_lowrank.errors import DivergedError
 from refusals import assert_refused
@@ -213,7 +216,8 @@ def test_learning_rates_follow_their_schedule():
     for config, steps, expected in (
         (linear, (0, 50, 100), [2.0, 1.1, 0.2]),
         (replace(linear, schedule="exponential"), (0, 50, 100), [2.0, 2 * 0.1**0.5, 0.2]),
-        (replace(linear, schedule="cosine"), (0, 50, 100), [2.0, 1.1, 0.2]),
+        (replace(linear, schedule="cosine"), (0, 25, 100), [2.0, 1.1 + 0.9 * 0.5**0.5, 0.2]),
+        (replace(linear, warmup_steps=20), (0, 19, 20, 60, 100), [0.1, 2.0, 2.0, 1.1, 0.2]),
         (replace(linear, schedule="constant", end=0.01, warmup_steps=4), (0, 1, 3, 4, 100), [0.5, 1.0, 2.0, 2.0, 2.0]),
     ):
         assert [config.rate(step) for step in steps] == pytest.approx(expected)
@@ -233,3 +237,33 @@ def test_compiled_fit_computes_the_same(tmp_path):
     eager, compiled = (_fit(tmp_path / str(on), config=replace(SHORT, compile=on)) for on in (False, True))
     for one, other in zip(eager.model.parameters(), compiled.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_a_fit_is_evaluated_ten_times_unless_told():
+    assert [step for step in range(1, 51) if FitConfig(steps=50).evaluates(step)] == list(range(5, 51, 5))
+    assert [step for step in range(1, 8) if FitConfig(steps=7, eval_every=3).evaluates(step)] == [3, 6, 7]
+
+
+def test_adam_has_the_settings():
+    problem, config = _problem(), replace(SHORT, betas=(0.5, 0.6), eps=1e-3)
+    (group,) = Stepper(problem, build(problem, SINE, 0), config).optimizer.param_groups
+    assert (group["betas"], group["eps"]) == ((0.5, 0.6), 1e-3)
+
+
+def test_a_resumed_fit_knows_its_seconds_and_its_first_loss(tmp_path):
+    def blown_up(*first):
+        problem, factors = _problem(), itertools.chain(first, itertools.repeat(1e6))
+        loss = problem.loss
+        problem.loss = lambda model, batch: loss(model, batch) * next(factors)
+        return problem
+
+    def wait(step):
+        time.sleep(0.1)
+        return step == 5
+
+    whole = _fit(tmp_path / "whole", blown_up(1.0))
+    with pytest.raises(OutOfTimeError):
+        _fit(tmp_path / "cut", blown_up(1.0), stop=wait)
+    resumed = _fit(tmp_path / "cut", blown_up(), resume=True)
+    assert resumed.diverged_at == whole.diverged_at == 4
+    assert resumed.seconds > 0.4

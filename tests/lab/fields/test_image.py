@@ -139,3 +139,8 @@ def test_pictures_are_upright(tmp_path, kind):
         with Image.open(tmp_path / "turned") as opened:
             upright = np.asarray(ImageOps.exif_transpose(opened))
         assert np.array_equal(read_image(str(tmp_path / "turned")), upright)
+
+
+def test_every_pixel_may_be_drawn():
+    problem, generator = ImageProblem(_image(2, 2), points=3, field=SMALL), torch.Generator().manual_seed(0)
+    assert len({tuple(each) for step in range(40) for each in problem.batch(step, generator)[0].tolist()}) == 4

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy.ndimage import gaussian_filter
 from torch import Tensor, nn
 
 from nlr_lab.fields import rendering
@@ -68,6 +69,27 @@ def test_true_volume_has_next_to_no_loss_and_scores_high():
     assert scores["psnr"] > 60
     assert scores["ssim"] > 0.999
     assert np.array_equal(problem.picture(Volume()), problem.picture(None))
+
+
+def test_scores_are_means_over_the_views_by_their_formulas():
+    problem = tiny_problem()
+    problem.scene = replace(problem.scene, held_out=(1, 2))
+    truths = problem.scene.images
+    wrong = np.clip(truths + rng().normal(0, 0.1, truths.shape).astype(np.float32), 0, 1)
+    problem.view = lambda model, cameras, number: wrong[number]
+
+    def blurred(x):
+        return gaussian_filter(x, 1.5, truncate=3.5, axes=(0, 1))[5:-5, 5:-5]
+
+    psnr, ssim = [], []
+    for view in (1, 2):
+        a, b = truths[view].astype(np.float64), wrong[view].astype(np.float64)
+        psnr.append(-10 * np.log10(np.square(a - b).mean()))
+        mean, other = blurred(a), blurred(b)
+        shared = 2 * (blurred(a * b) - mean * other) + 0.03**2
+        apart = blurred(a * a) - mean**2 + blurred(b * b) - other**2 + 0.03**2
+        ssim.append(((2 * mean * other + 0.01**2) / (mean**2 + other**2 + 0.01**2) * shared / apart).mean())
+    assert problem.evaluate(Volume()) == pytest.approx({"psnr": np.mean(psnr), "ssim": np.mean(ssim)}, rel=1e-4)
 
 
 def test_scores_fall_with_noise():
@@ -253,3 +275,27 @@ def test_hierarchical_samples_of_an_empty_ray_spread_and_those_of_a_spike_stay_i
     spike[0, 40] = 1.0
     drawn = rendering.importance(edges, spike, torch.full((1, 1000), 0.5))
     assert ((drawn >= edges[0, 40]) & (drawn <= edges[0, 41])).all()
+
+
+def test_fine_field_is_asked_at_coarse_and_fine_samples():
+    asked = []
+
+    def field(points, views):
+        asked.append(points)
+        return constant(0.3, (0.2, 0.7, 0.4))(points, views)
+
+    rays = rendering.Rays(torch.randn(8, 3), torch.randn(8, 3), torch.randn(8, 3))
+    rendering.render(field, field, rays, torch.rand(8, 5), torch.rand(8, 9), near=0.5, far=3.0, background=1.0)
+    assert [each.shape[1] for each in asked] == [5, 5 + 9]
+
+
+def test_device_coordinates_reach_from_side_to_side(tmp_path):
+    """With the cameras at one place the outermost pixels of the near plane are half a pixel from -1 and 1."""
+    poses = np.tile(np.eye(3, 4), (3, 1, 1))
+    lens = np.tile([[12.0], [16], [18]], (3, 1, 1))
+    table = np.concatenate([-poses[:, :, 1:2], poses[:, :, :1], poses[:, :, 2:], lens], 2)
+    rows = np.concatenate([table.reshape(3, 15), np.tile([1.5, 9.0], (3, 1))], 1)
+    np.savez(tmp_path / "s.npz", images=np.zeros((3, 12, 16, 3), np.uint8), poses_bounds=rows)
+    problem = NerfSettings(source=str(tmp_path / "s.npz"), rays=1000, samples=4, frames=0, field=TINY).prepare()
+    origins, *_ = problem.batch(0, generator())
+    assert origins[:, :2].abs().amax(0).tolist() == pytest.approx([15 / 16, 11 / 12], rel=1e-5)

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from nlr_lab.fields.nerf import NerfProblem, NerfSettings
-from nlr_lab.fields.rendering import average_pose, look_at, pixel_rays, recentred
+from nlr_lab.fields.rendering import average_pose, circle, look_at, pixel_rays, recentred
 from nlr_lab.fields.scenes import read_scene
 from refusals import assert_refused
 from seeds import rng
@@ -66,6 +66,7 @@ def save_blender(folder, sides, channels=4, **extra):
 
 def test_reads_an_llff_folder(llff):
     folder, poses, images = llff
+    save_pictures(folder / "images", random_images(height=2 * HEIGHT, width=2 * WIDTH))  # images_2 is nearer
     scene = read_scene(folder, downscale=2)
     assert np.array_equal(scene.images, images.astype(np.float32) / 255)
     assert scene.held_out == (0, 8)
@@ -117,7 +118,8 @@ def test_blends_clear_pixels_of_a_blender_folder_with_white(tmp_path):
     scene = read_scene(tmp_path)
     assert scene.held_out == (3, 4)
     assert np.allclose(scene.cameras.poses, np.concatenate([made["train"][0], made["test"][0]]))
-    assert scene.cameras.intrinsics[0, 0] == pytest.approx(WIDTH / 2 / np.tan(0.4))
+    focal = WIDTH / 2 / np.tan(0.4)
+    assert scene.cameras.intrinsics[0] == pytest.approx([focal, focal, WIDTH / 2, HEIGHT / 2])
     assert (scene.ndc, scene.near, scene.far, scene.background) == (False, 2.0, 6.0, 1.0)
     images = np.concatenate([made["train"][1], made["test"][1]]).astype(np.float64) / 255
     assert np.allclose(scene.images, images[..., :3] * images[..., 3:] + 1 - images[..., 3:], atol=1e-6)
@@ -147,6 +149,33 @@ def test_paths_are_rotations_that_keep_the_scene_in_sight(llff, tmp_path):
     positions, back = around.poses[:, :, 3], around.poses[:, :, 2]
     assert np.allclose(np.cross(positions, back), 0, atol=1e-6)
     assert np.allclose(np.linalg.norm(positions, axis=1), np.linalg.norm(positions[0]))
+
+
+def test_circle_has_the_views_distance_and_height():
+    angle = np.arange(6) * np.pi / 3
+    places = np.stack([3 * np.cos(angle), 3 * np.sin(angle), np.full(6, 2.0)], 1)
+    poses = np.stack([look_at(each, np.zeros(3), np.array([0.0, 0, 1])) for each in places])
+    x, y, z = circle(poses, 5)[:, :, 3].T
+    assert np.hypot(x, y) == pytest.approx(3)
+    assert z == pytest.approx(2)
+
+
+def test_spiral_stays_in_the_spread_and_looks_at_the_focus(llff):
+    scene = read_scene(llff[0], downscale=2)
+    near, far = 0.9 * 2.0 / 1.5, 5 * 9.0 / 1.5  # of LLFF's own paths
+    assert scene.focus == pytest.approx(1 / (0.25 / near + 0.75 / far))
+    x, y, z = np.percentile(np.abs(scene.cameras.poses[:, :, 3]), 90, axis=0)
+    path = scene.path(8).poses
+    for frame, place in ((0, (x, 0, 0)), (2, (0, -y, -z / 2)), (4, (-x, 0, 0)), (6, (0, y, z / 2))):
+        assert path[frame, :, 3] == pytest.approx(place, abs=1e-9)
+    ahead = path[:, :, 3] - [0, 0, -scene.focus]
+    assert np.cross(ahead, path[:, :, 2]) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize(("h", "focal_y", "row"), [({}, 22.0, 6.5), ({"h": 4 * HEIGHT}, 11.0, 3.25)])
+def test_lenses_shrink_with_their_own_side(tmp_path, h, focal_y, row):
+    save_blender(tmp_path, {"all": 3}, fl_x=40.0, fl_y=44.0, cx=15.0, cy=13.0, w=2 * WIDTH, **h)
+    assert read_scene(tmp_path).cameras.intrinsics[0].tolist() == [20.0, focal_y, 7.5, row]
 
 
 def test_missing_pictures_and_sizes_are_named(llff):

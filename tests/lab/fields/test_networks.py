@@ -216,3 +216,10 @@ def test_compiled_sine_step_costs_at_most_a_tenth_more(rank):
     methods = {"dense": FieldMethod(), "sine": FieldMethod(kind="sine", rank=rank)}
     times = interleaved_step_times({name: steps(each) for name, each in methods.items()}, rounds=60, warmup=5)
     assert paired_ratio(times["sine"], times["dense"]).median <= 1.10
+
+
+def test_dense_ends_have_the_methods_init():
+    field = _field(FieldConfig(), FieldMethod(kind="sine", rank=2, omega=40.0, init="kaiming_zero"))
+    for layer in (field.first, field.last):
+        bound = math.sqrt(6 / layer.in_features)
+        assert 0.7 * bound < layer.weight.abs().max() <= bound

@@ -291,3 +291,18 @@ def test_learns_a_shape(tmp_path):
     found = fit(problem, FieldMethod(kind="sine", rank=2), config, tmp_path, quiet=True)
     assert found.value > max(found.curve[0]["iou"], 60)
     assert found.files == ["pictures/picture.png", "pictures/mesh.ply"]
+
+
+def test_squared_loss_is_to_half_inside_and_minus_half_outside():
+    problem = ball_problem(loss="squared")
+    points, inside, weight = problem.batch(0, seeded())
+    wanted = torch.where(inside == 1, 0.5, -0.5)
+    expected = (weight * (Ball(0.7)(points)[:, 0] - wanted) ** 2).mean()
+    torch.testing.assert_close(problem.loss(Ball(0.7), (points, inside, weight)), expected)
+
+
+def test_pictures_do_not_depend_on_the_winding():
+    ball = trimesh.creation.icosphere(3)
+    outwards = render(ball, ball.bounds, height=60).astype(int)
+    ball.invert()
+    assert abs(render(ball, ball.bounds, height=60) - outwards).mean() < 1

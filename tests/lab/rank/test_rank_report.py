@@ -1,7 +1,9 @@
 """Ranks of checkpoints: what is read from each kind of file, the suggested omega, the commands, what is refused."""
 
+import copy
 import json
 import math
+import re
 from dataclasses import asdict
 
 import matplotlib.image
@@ -26,6 +28,7 @@ from nlr_lab.fields.image import ImageSettings
 from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.settings import FieldConfig, FitConfig
 from nlr_lab.rank import measures
+from nlr_lab.rank.figures import rank_figures
 from nlr_lab.rank.report import format_ranks, rank_report
 from nlr_lab.runtime.environment import OutOfTimeError
 
@@ -236,6 +239,7 @@ def test_rank_figures_depend_on_their_seeds(tmp_path, capsys):
     assert matplotlib.image.imread(tmp_path / "f" / "rank-figures.png").std() > 0.01
     spectra = record["figure_3"]["matrices"]
     assert spectra["U V"]["ranks"]["0.01"]["mean"] == 5
+    assert spectra["dense"]["spectrum"][0] == [1, 1.0]
     stable = [spectra[f"sine, omega={omega:g}"]["stable_rank"]["mean"] for omega in (10, 100, 300)]
     assert stable == sorted(stable)
     assert stable[-1] > 10 * spectra["sigmoid, omega=300"]["stable_rank"]["mean"]
@@ -269,3 +273,28 @@ def test_wrong_inputs_give_one_line(tmp_path, capsys):
     refused(capsys, "inspect", "--rank-figures", tmp_path / "weights.bin")
     refused(capsys, "inspect", "--rank-figures", tmp_path / "x", "--seeds", "0")
     assert not (tmp_path / "x").exists()
+
+
+def test_layers_alike_are_told_by_their_median(tmp_path):
+    ones = {f"h.{index}.w": torch.diag((torch.arange(8) < count).float()) for index, count in enumerate((1, 2, 5))}
+    save_file(ones, tmp_path / "w.safetensors")
+    report = rank_report(tmp_path / "w.safetensors", for_rank=1)
+    assert report.layers[0].omega_guess.target == pytest.approx(2)
+    assert re.search(r"h\.\*\.w .* 2\.0 \(1\.0 to 5\.0\) +2 +2 ", format_ranks(report, width=200))
+
+
+def test_figures_have_the_lowest_and_the_highest_of_the_draws():
+    measured = rank_figures(seeds=2)["figure_2"]["matrices"]["dense"]["stable_rank"]
+    assert measured["low"] < measured["mean"] < measured["high"]
+
+
+def test_gains_and_embeddings_of_sine_adapters_are_those_that_are_merged(tmp_path):
+    options = {"r": 3, "lora_alpha": 5, "target_modules": ["embed_tokens", "q_proj"], "init_lora_weights": False}
+    base = FAMILIES["llama"]()
+    for gain in (None, 2.0):
+        model = peft.get_peft_model(copy.deepcopy(base), nlr.SineLoraConfig(**options, omega=90, gain=gain))
+        model.save_pretrained(tmp_path, save_embedding_layers=False)
+        merged = model.merge_and_unload().state_dict()
+        for name, layer in by_name(tmp_path).items():
+            delta = merged[f"{name}.weight"] - base.state_dict()[f"{name}.weight"]
+            assert layer.norm == pytest.approx(float(torch.linalg.matrix_norm(delta, 2)), rel=1e-3)

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from nlr_lab.runtime.storage import newest_valid, opened, prune, read_manifest, remove_temporaries, step_folders
+from nlr_lab.runtime.storage import (
+    newest_valid,
+    opened,
+    prune,
+    read_manifest,
+    remove_temporaries,
+    step_folders,
+    write_json,
+)
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.hub.storage import MANIFEST, staged_folder
 from refusals import assert_refused, refuse_to_open
@@ -106,3 +114,27 @@ def test_folder_lets_one_process_in_until_it_ends(tmp_path):
             return
         time.sleep(0.05)
     pytest.fail("the lock outlived its process")
+
+
+def test_what_is_renamed_is_on_the_disk_before(tmp_path, monkeypatch):
+    done, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: done.append(os.fstat(file).st_ino) or fsync(file))
+    for name in ("rename", "replace"):
+        move = getattr(Path, name)
+        monkeypatch.setattr(Path, name, lambda self, target, move=move: done.append("moved") or move(self, target))
+    steps(tmp_path, 2)
+    write_json(tmp_path / "a.json", {})
+    folder, file, parent = tmp_path / "step-000002", tmp_path / "a.json", tmp_path.stat().st_ino
+    assert set(done[:3]) == {each.stat().st_ino for each in (folder, folder / "x", folder / MANIFEST)}
+    assert done[3:] == ["moved", parent, file.stat().st_ino, "moved", parent]
+
+
+def test_a_checkpoint_that_is_being_removed_has_no_name_of_one(tmp_path, monkeypatch):
+    steps(tmp_path, 2, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda path: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prune(tmp_path, newest=4, keep=1)
+    assert list(step_folders(tmp_path)) == [4]
+    remove_temporaries(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000004"]

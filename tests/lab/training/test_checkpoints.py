@@ -12,9 +12,12 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from torch import nn
 
 from nlr_lab.runtime.signals import StoppedBySignal
 from nlr_lab.runtime.storage import newest_valid, read_manifest, step_folders
@@ -382,3 +385,45 @@ def test_run_that_is_no_longer_finite_stops_and_names_the_step(tmp_path, monkeyp
     assert (result["status"], result["final_loss"], result["steps"]) == ("diverged", None, step)
     with pytest.raises(DivergedError, match=f"step {step}"):
         run_training(recipe, out, resume=True, prepared=TEXT, quiet=True)
+
+
+def test_random_states_come_back():
+    """Also those that only a user's arm or data draw from."""
+
+    def draws():
+        return random.random(), np.random.random(), np.random.standard_normal(), torch.rand(()).item()  # noqa: NPY002
+
+    np.random.standard_normal()  # noqa: NPY002 - of two that are drawn, one is kept
+    state = json.loads(json.dumps(checkpoints.random_state(torch.device("cpu"))))
+    before = draws()
+    checkpoints.set_random_state(state, torch.device("cpu"))
+    assert draws() == before
+
+
+def test_seconds_before_a_resume_count(finished, tmp_path):
+    out = cut_back(finished(), tmp_path / "out", 10)
+    manifest = out / "checkpoints" / "step-000010" / MANIFEST
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"seconds": 1e6}))
+    result = run_training(make_recipe(keep_checkpoints=9), out, resume=True, prepared=TEXT, quiet=True)
+    assert 1e6 < result.seconds < 1.1e6
+
+
+@pytest.mark.filterwarnings("ignore:.*in a single process")
+def test_running_means_beside_an_adapter_are_kept(tmp_path):
+    def model():
+        return get_peft_model(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), LoraConfig(target_modules=["0"]))
+
+    trained, resumed = model(), model()
+    trained(torch.randn(8, 4))
+    checkpoints.write_trained(tmp_path, trained, trained.state_dict())
+    checkpoints.read_weights(tmp_path, resumed)
+    assert resumed.base_model.model[1].running_mean.equal(trained.base_model.model[1].running_mean)
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_first_loss_is_of_the_whole_batch(tmp_path, pieces):
+    recipe = make_recipe(steps=1, warmup_steps=0, log_every=1, gradient_accumulation=pieces)
+    run_training(recipe, tmp_path, prepared=TEXT, quiet=True)
+    state = json.loads((tmp_path / "checkpoints" / "step-000001" / "trainer_state.json").read_text())
+    found = {name: value for entry in state["log_history"] for name, value in entry.items()}
+    assert found["untrained_loss"] == pytest.approx(found["loss"], rel=1e-4)

@@ -7,7 +7,7 @@ import sqlite3
 import pytest
 
 from nlr_lab.training.run import run_training
-from training_helpers import FakeText, make_recipe
+from training_helpers import FakeText, cut_back, make_recipe
 
 FILES = {
     "tensorboard": "run/tensorboard/events.*",
@@ -46,3 +46,14 @@ def test_a_tracker_gets_the_curves_without_a_network(tmp_path, monkeypatch, trac
         events.Reload()
         logged = [(each.step, each.value) for each in events.Scalars("eval/loss")]
         assert logged == [(step, pytest.approx(loss)) for step, loss in result.curve]
+
+
+def test_curves_of_a_resumed_run_have_no_gap(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    recipe = make_recipe(tracker="tensorboard", keep_checkpoints=9)
+    result = run_training(recipe, tmp_path / "whole", prepared=FakeText(), quiet=True)
+    out = cut_back(tmp_path / "whole", tmp_path / "out", 10)
+    run_training(recipe, out, resume=True, prepared=FakeText(), quiet=True)
+    events = accumulator.EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    assert [each.step for each in events.Scalars("eval/loss")] == [step for step, _ in result.curve] == [5, 10, 12]

@@ -145,6 +145,7 @@ def test_a_converted_folder_may_be_saved_into_again(plain, tmp_path):
 def test_converting_copies_companions_and_no_code(plain, tmp_path):
     kept = {"tokenizer.json": "{}", "tokenizer_config.json": "{}", "merges.txt": "a b", "LICENSE": "free"}
     left = {"modeling.py": "boom", "training_args.bin": "pickle", "pytorch_model.bin.index.json": "{}"}
+    left |= {"model.safetensors.index.json": "{}", "manifest.json": '{"files": {}}'}
     for name, text in {**kept, **left}.items():
         (plain / name).write_text(text)
     report = convert(plain, tmp_path / "out", NOBLE)
@@ -195,3 +196,29 @@ def test_converting_into_a_full_folder_or_disk(plain, tmp_path, monkeypatch):
     assert_refused(r"cannot write .*out: no space left", convert, plain, out, nlr.NobleConfig(rank=5), overwrite=True)
     assert (out / "model.safetensors").read_bytes() == before
     assert names_of(tmp_path) == {"plain", "out"}
+
+
+def test_difference_is_the_largest_of_the_outputs(tmp_path, monkeypatch):
+    model = written(FAMILIES["gpt2"](), tmp_path / "plain")
+    inputs = batch(model)
+    monkeypatch.setattr(conversion, "random_inputs", lambda model: inputs)
+    report = convert(tmp_path / "plain", tmp_path / "out", NOBLE, up_init="paper")
+    shift = logits(load_model(tmp_path / "out"), inputs) - logits(model, inputs)
+    assert report.difference == pytest.approx(shift.abs().max().item(), rel=1e-4)
+
+
+def test_outputs_that_differ_by_rounding_are_not_bit_equal(plain, tmp_path, monkeypatch):
+    found, measure = [0.0, 1e-9], conversion.first_output
+
+    def moved(model, inputs):
+        output, name = measure(model, inputs)
+        return output.double() + found.pop(0), name
+
+    monkeypatch.setattr(conversion, "first_output", moved)
+    report = convert(plain, tmp_path / "out", NOBLE)
+    assert not report.bit_equal
+    assert report.difference == pytest.approx(1e-9)
+
+
+def test_outputs_are_measured_on_many_tokens():
+    assert len(conversion.random_inputs(llama())["input_ids"].unique()) > 10

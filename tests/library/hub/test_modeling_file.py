@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import nonlinear_lowrank as nlr
 from cli_helpers import HIDE_THE_PACKAGE, python_prints
@@ -19,6 +19,7 @@ from tokenizer_helpers import word_tokenizer
 from travel_helpers import CASES, MODELS, prepared
 
 WITHOUT_US = f"""
+import json
 import os
 from pathlib import Path
 {HIDE_THE_PACKAGE}
@@ -50,7 +51,8 @@ for place in sorted((root / "models").iterdir()):
     assert names.keys() == dict(drawn.named_parameters()).keys()
     for name, tensor in drawn.named_parameters():
         assert tensor.isfinite().all(), (place.name, name)
-        assert tensor.abs().max() < 20, (place.name, name)
+        width = json.loads((place / "widths.txt").read_text()).get(name, 0.0)
+        assert not width or 0.6 < tensor.std() / width < 1.6, (place.name, name)
     AutoModel.from_pretrained(place, **trusting)
     drawn(**inputs).logits.square().sum().backward()
     own = {name: each.grad for name, each in drawn.named_parameters() if each.grad is not None}
@@ -68,6 +70,9 @@ def saved(tmp_path_factory):
         model, inputs, logits = prepared(row, name)
         model.save_pretrained(folder)
         torch.save((inputs, logits), folder / "outputs.pt")
+        drawn = MODELS[name][1].from_config(AutoConfig.from_pretrained(folder)).named_parameters()
+        widths = {own.replace(".dense.", "."): each.std().item() for own, each in drawn if each.numel() >= 64}
+        (folder / "widths.txt").write_text(json.dumps(widths))
         (folder / "auto.txt").write_text(MODELS[name][1].__name__)
         found[row, name] = model
     assert python_prints(WITHOUT_US + LOAD, root).split() == sorted(f"{row}+{name}" for row, name in CASES)

@@ -160,3 +160,11 @@ def test_computed_weights_have_no_gradient_score():
     with pytest.raises(UserError, match=r"the weight of expert is computed from others.*or use score='activation'"):
         layer_importance(model, given)
     assert layer_importance(model, given, score="activation") == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize("score", ["gradient", "activation"])
+def test_dropout_plays_no_part(score):
+    model, given = Two(), batches()
+    model.b = nn.Sequential(nn.Dropout(0.5), model.b)
+    expected = layer_importance(model.eval(), given, score=score)
+    assert layer_importance(model.train(), given, score=score) == expected
