@@ -86,12 +86,16 @@ def _rungs(ladder: str | None) -> list[dict[str, Any]]:
         raise UserError(f"no ladder in {ladder}: {RESULTS} of nlr scale is missing")
     again = "run nlr scale on its folder again, which writes it"
     rungs: list[Any] = read_json(file, again, rungs=list)["rungs"]
-    wanted = {"width", "tokens", "n", "reference", "arms"}
-    if not all(
-        isinstance(rung, dict) and wanted <= rung.keys() and rung["reference"] in rung["arms"] for rung in rungs
-    ):
-        raise UserError(f"{file} is not the record of a ladder; {again}")
+    if not all(map(_is_rung, rungs)):
+        raise UserError(f"{file} is not the record of a ladder, or an earlier version wrote it; {again}")
     return rungs
+
+
+def _is_rung(rung: Any) -> bool:
+    if not isinstance(rung, dict) or not {"width", "tokens", "n", "reference"} <= rung.keys():
+        return False
+    arms = rung.get("arms")
+    return isinstance(arms, dict) and rung["reference"] in arms and all("settings" in arm for arm in arms.values())
 
 
 def _table(found: Any) -> str:

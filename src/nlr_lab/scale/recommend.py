@@ -33,6 +33,7 @@ class Choice:
     arm: str
     """Its name in the ladder."""
     method: str
+    """What it changes, as `Arm` names it."""
     text: str
     """Its short form, as nlr compare takes it."""
     parameters: float
@@ -134,7 +135,7 @@ def recommend(
     for name, arm in sorted(arms.items(), key=lambda item: item[1] is not None and "match" in item[1].settings):
         laws = laws_of(own, name, reference)
         if laws is None or arm is None:
-            skipped.append(f"{name}: {'no two widths' if laws is None else 'its settings are not those of all rungs'}")
+            skipped.append(f"{name}: {'no two widths' if laws is None else 'its settings differ between the rungs'}")
             continue
         try:
             costs[name] = _added(arm, build, base, costs)
@@ -177,11 +178,9 @@ def recommend(
 
 
 def _arm(rungs: Sequence[Record], name: str) -> Arm | None:
-    """Return an arm as its rungs have it; None where these differ, or a record is from before it had settings."""
+    """Return an arm as its rungs have it; None where these differ."""
     found = set()
-    for settings in (rung["arms"][name].get("settings") for rung in rungs if name in rung["arms"]):
-        if settings is None:
-            return None
+    for settings in (rung["arms"][name]["settings"] for rung in rungs if name in rung["arms"]):
         own = dict(settings["settings"])
         if "match" in own:
             own.pop("hidden", None)  # what matched, a width for each rung

@@ -295,6 +295,8 @@ def test_gains_and_embeddings_of_sine_adapters_are_those_that_are_merged(tmp_pat
         model = peft.get_peft_model(copy.deepcopy(base), nlr.SineLoraConfig(**options, omega=90, gain=gain))
         model.save_pretrained(tmp_path, save_embedding_layers=False)
         merged = model.merge_and_unload().state_dict()
-        for name, layer in by_name(tmp_path).items():
+        layers = by_name(tmp_path)
+        assert {name.rpartition(".")[2] for name in layers} == {"embed_tokens", "q_proj"}
+        for name, layer in layers.items():
             delta = merged[f"{name}.weight"] - base.state_dict()[f"{name}.weight"]
             assert layer.norm == pytest.approx(float(torch.linalg.matrix_norm(delta, 2)), rel=1e-3)

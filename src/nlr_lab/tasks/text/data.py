@@ -54,7 +54,7 @@ class Corpus:
     files (.bin, a folder or pattern of them, Megatron's prefix), and mixtures: "a.bin:0.7,b.bin:0.3"."""
     text_field: str = "text"
     """Field of JSON lines, parquet and datasets that holds the text, or for training lists of token ids ("input_ids"
-    where there is no field "text")."""
+    where there is no field "text"). A row whose text is null or blank is no document."""
     document_separator: str | None = None
     """Line that divides text files into documents; None: '<|endoftext|>' where it occurs; "": no division."""
     max_bytes: int | None = None
@@ -96,7 +96,7 @@ class Corpus:
         return digest.hexdigest()
 
     def documents(self) -> Iterator[str]:
-        """Yield every document that is not blank; raise UserError where a file is binary, damaged or lacks the text."""
+        """Yield every document but blank ones; raise UserError where a file is binary, damaged or lacks the text."""
         for document in self.contents():
             if not isinstance(document, str):
                 what = f"{self.source} holds token ids"
