@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import lzma
 import re
 import shutil
 import tarfile
@@ -116,7 +117,7 @@ def kept_runs(folder: Path, work: Path) -> Iterator[None]:
     """Keep a long study's finished runs in `folder`, without weights, also when it is interrupted.
 
     Those that `work` lacks are unpacked first, so that another machine can continue and none is lost; a result that was
-    deleted from a run's folder stays deleted, to be recreated. Of training losses, only drawn, five digits are kept.
+    deleted from a run's folder stays deleted, to be recreated. Of training losses, only drawn, four digits are kept.
     """
     archive, part = folder / _RUNS, folder / f"{_RUNS}.part"
     if archive.exists():
@@ -128,12 +129,12 @@ def kept_runs(folder: Path, work: Path) -> Iterator[None]:
         yield
     finally:
         if files := sorted(file for pattern in _KEPT for file in work.glob(pattern)):
-            with tarfile.open(part, "w:xz") as runs:
+            with tarfile.open(part, "w:xz", preset=9 | lzma.PRESET_EXTREME) as runs:
                 for file in files:
                     text = _FOLDERS.sub(b'".../', file.read_bytes())
                     if file.name == RESULT:
                         data = json.loads(text)
-                        data["train_curve"] = [(step, float(f"{loss:.5g}")) for step, loss in data["train_curve"]]
+                        data["train_curve"] = [(step, float(f"{loss:.4g}")) for step, loss in data["train_curve"]]
                         text = json.dumps(data).encode()
                     entry = tarfile.TarInfo(file.relative_to(work).as_posix())
                     entry.size = len(text)

@@ -171,7 +171,7 @@ def test_keeps_all_finished_runs(into, tmp_path, monkeypatch):
                 result = {"final_loss": float(loss), "train_curve": [[1, float(loss) / 3]]}
                 (tmp_path / work / name / "result.json").write_text(json.dumps(result))
         found = {path.parent.name: json.loads(path.read_text()) for path in (tmp_path / work).glob("*/result.json")}
-        assert all(abs(each["train_curve"][0][1] * 3 - each["final_loss"]) < 1e-3 for each in found.values())
+        assert all(abs(each["train_curve"][0][1] * 3 - each["final_loss"]) < 2e-3 for each in found.values())
         return {name: f"{each['final_loss']:g}" for name, each in found.items()}
 
     assert keep("one", a="1", b="2") == {"a": "1", "b": "2"}
