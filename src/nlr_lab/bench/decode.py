@@ -61,11 +61,12 @@ def make_decoder(config: DecodeBenchConfig, mode: Mode, model: Any, size: int) -
         cache: Any = DynamicCache(config=model.config)
         if mode == "graphs":
             cache = StaticCache(config=model.config, max_cache_len=config.context + 1)
-        token = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+        # The fourth argument is the cache, whose name changed in transformers 5.24.
+        token = model(ids, None, None, cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
 
     @torch.inference_mode()
     def step() -> torch.Tensor:
-        logits = forward(input_ids=token, past_key_values=cache, use_cache=True).logits
+        logits = forward(token, None, None, cache, use_cache=True).logits
         if mode == "graphs":
             for layer in cache.layers:
                 layer.cumulative_length.fill_(config.context)
