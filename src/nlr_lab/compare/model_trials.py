@@ -150,12 +150,11 @@ def training_step(recipe: Recipe, arm: Arm, prepared: Any) -> Callable[[], None]
     """Return a function that takes one training step of an arm, as the Trainer would."""
     train = recipe.train
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    model = _build(recipe, arm, prepared).to(device).train()
+    model: Any = _build(recipe, arm, prepared).to(device).train()
     if train.fp8:
         to_float8(model)
-    if train.gradient_checkpointing:  # as the Trainer does, under the name that this transformers version has
-        enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+    if train.gradient_checkpointing:  # as the Trainer does
+        model.activation_checkpointing_enable({"use_reentrant": False})
     kind, settings = optimizer_settings(model, recipe, arm, _RATE, device)
     optimizer = kind(**settings)
     forward: Any = model

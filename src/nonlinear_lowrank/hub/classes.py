@@ -205,8 +205,6 @@ class AugmentedModel:
                 unable += [name] * any(isinstance(each, kind) for each in model.modules())
             if unable := sorted(unable):
                 raise UserError(f"layers of {', '.join(unable)} cannot be split by tensor parallelism; use DDP or FSDP")
-            if not hasattr(PreTrainedModel, "_resolve_parallel_plans"):
-                raise UserError(f"tensor parallelism needs transformers>=5.23, got {transformers.__version__}")
         return super().maybe_distribute_model(model, distributed_config, *args, **kwargs)  # type: ignore[misc]
 
     def _resolve_parallel_plans(self, distributed_config: Any) -> tuple[dict[str, str], ...]:

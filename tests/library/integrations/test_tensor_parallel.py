@@ -6,14 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 import nonlinear_lowrank as nlr
 from nonlinear_lowrank import UserError
 from nonlinear_lowrank.integrations.tensor_parallel import with_branches
 from processes_helpers import run_processes
-
-pytest.importorskip("transformers.distributed.parallel_utils")
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES = {"vocab_size": 96, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, **HEADS}
@@ -146,13 +144,3 @@ def test_what_cannot_be_split_is_named(settings, style, devices, why):
     model = build(LlamaConfig, settings)
     with pytest.raises(UserError, match=f"q_proj cannot be split by tensor parallelism: .*{why}"):
         with_branches(model, {"model.layers.0.self_attn.q_proj": style}, devices)
-
-
-def test_an_older_transformers_is_named(monkeypatch):
-    model = build(*CASES["cosine"])
-    from transformers.distributed import DistributedConfig
-
-    (owner,) = (each for each in PreTrainedModel.__mro__ if "_resolve_parallel_plans" in vars(each))
-    monkeypatch.delattr(owner, "_resolve_parallel_plans")
-    with pytest.raises(UserError, match=r"needs transformers>=5.23, got "):
-        type(model).maybe_distribute_model(model, DistributedConfig(tp_size=2))
