@@ -1,6 +1,6 @@
 """Keep the numbers of the README and the documentation equal to those of the studies.
 
-    python tools/figures.py                     # fill in every block of README.md and docs/; `make figures`
+    python tools/figures.py                     # fill in every block of the pages below; `make figures`
     python tools/figures.py --check             # only say which blocks would change
     python tools/figures.py --collect llm_small # put the records that its run.py left into its results.json
 
@@ -14,8 +14,10 @@ each figure:
     {nerf/fern/arms/sine-k5/scores - nerf/fern-0.1/arms/low-rank-k5/scores:+.1f}   mean of differences paired by seed
     {max faults/parallel/rows/*/difference:.1e}                    of several numbers (sum, min, max, count)
     {grade llm_small/cpu-table/against/baseline/noble-r8:}         a pair's grade, `5/7`; of several the range
+    {tables ladder:}                                               all tables of a ladder's report
 
-An entry of a list is found by its `name`, a pair of fields by its `sine`; `*`, `?` and `[ab]` stand for several.
+An entry of a list is found by its `name`, a pair of fields by its `sine`, a ladder's rung by its `rung`; `*`, `?` and
+`[ab]` stand for several.
 """
 
 import argparse
@@ -32,15 +34,16 @@ from PIL import Image
 
 from nlr_lab.compare.grade import grade_cell
 from nlr_lab.compare.statistics import paired_mean
+from nlr_lab.scale.report import tables
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDIES, TEMPLATES = ROOT / "studies", ROOT / "tools" / "figures.md"
 BENCHMARKS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), STUDIES / "ladder" / "README.md")
 
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 _FIGURE = re.compile(
-    r"\{(?P<minus>-)?(?:(?P<factor>\d+) \* )?(?:(?P<of>sum|min|max|count|grade) )?(?P<path>[^{} :]+)"
+    r"\{(?P<minus>-)?(?:(?P<factor>\d+) \* )?(?:(?P<of>sum|min|max|count|grade|tables) )?(?P<path>[^{} :]+)"
     r"(?: - (?P<less>[^{} :]+))?:(?P<interval>\[)?(?P<form>[^{}\]]*)\]?\}"
 )
 # What no page states: curves over steps, and what repeats or follows from what is kept.
@@ -87,6 +90,8 @@ def _figure(found: re.Match[str]) -> str:
     if found["of"] == "grade":
         return _grade(look_up(f"{found['path']}/grade"))
     value = look_up(found["path"])
+    if found["of"] == "tables":
+        return "\n\n".join(tables(value)).replace("## ", "### ")
     if found["less"]:
         value = _paired(value, look_up(found["less"]))
     if found["of"]:
@@ -131,7 +136,8 @@ def _inside(found: Any, keys: list[str]) -> Any:
         return found
     key, *rest = keys
     if isinstance(found, list):
-        found = {str(each.get("name") or each.get("sine") or n): each for n, each in enumerate(found)}
+        names = ("name", "sine", "rung")
+        found = {str(next(filter(None, map(each.get, names)), n)): each for n, each in enumerate(found)}
     if key not in found:
         # A pattern, or the beginning of a name with slashes in it.
         fits = fnmatch.filter(found, key)
@@ -150,8 +156,9 @@ def _numbers(value: Any) -> list[float]:
     return [value]
 
 
-def _paired(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+def _paired(one: Any, other: Any) -> dict[str, float]:
     """Return the mean of differences of the same seeds, with its 95 % interval by the t distribution."""
+    one, other = (dict(enumerate(each)) if isinstance(each, list) else each for each in (one, other))
     return vars(paired_mean([one[seed] - other[seed] for seed in one if seed in other]))
 
 

@@ -157,7 +157,7 @@ def training_step(recipe: Recipe, arm: Arm, prepared: Any) -> Callable[[], None]
         model.activation_checkpointing_enable({"use_reentrant": False})
     kind, settings = optimizer_settings(model, recipe, arm, _RATE, device)
     optimizer = kind(**settings)
-    forward: Any = model
+    forward = model
     if train.compile:
         forward = torch.compile(model, mode=train.compile_mode, fullgraph=train.compile_fullgraph)
     size = max(1, train.batch_size // (world_size() * train.gradient_accumulation))
