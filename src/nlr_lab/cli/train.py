@@ -74,9 +74,10 @@ def run_train(arguments: list[str]) -> None:
     if rank() != 0:
         return
     measure = recipe.task.measure
-    loss = f"evaluation loss {result.final_loss:.4f}{' ' + measure.unit if measure.is_loss else ''}"
-    score = "" if measure.is_loss else f"{measure.name} {result.score:.4f}, "
-    print(f"{score}{loss} after {result.steps} steps; {options.out}/model")
+    numbers = f"evaluation loss {result.final_loss:.4f} {measure.unit}"
+    if not measure.is_loss:  # both of the examples that are scored
+        numbers = f"{measure.name} {result.score:.4f}, loss {result.scores['loss']:.4f}"
+    print(f"{numbers} after {result.steps} steps; {options.out}/model")
     _print_divergence(result.diverged_at)
     if former is not None:
         print(former.verdict(result, Path(options.out)))

@@ -191,5 +191,6 @@ def test_command_trains_and_evaluate_repeats(tmp_path, capsys, monkeypatch, name
     assert f"held-out data of {name}: {key}" in printed
     found = json.loads((tmp_path / "score.json").read_text())["held_out"]
     assert found[key] == pytest.approx(json.loads((tmp_path / "run" / "result.json").read_text())[score], rel=1e-5)
+    assert f"loss {found['loss']:.4f} " in out, "of the same examples"
     wrong = [*arguments, "--overwrite", "--size", "9"] if key == "accuracy" else ["generate", run, "--prompt", "a"]
     assert ("patches of 4" if key == "accuracy" else "not a causal language model") in refused(capsys, *wrong)
