@@ -112,7 +112,8 @@ class QKNormMethod(Method):
     name = QKNormConfig.method
     config_class = QKNormConfig
     layer_types = (QKNormProjection,)
-    include = rf"(.*\.)?({'|'.join((*SEPARATE, *KEYS, *FUSED))})"
+    # As for nonlinear queries: an indexer gives no gradient.
+    include = rf"(?!.*\bindexer\.)(.*\.)?({'|'.join((*SEPARATE, *KEYS, *FUSED))})"
     wraps = True
     controls: ClassVar = {"qk-norm": {}}
     tensor_parallel = False

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
 import nonlinear_lowrank as nlr
 from attention_helpers import big_code, cross_attending, grouped_llama, grouped_phi3
@@ -98,6 +99,16 @@ def test_heads_of_a_given_width_and_shared_keys():
     shared = big_code(multi_query=True)
     nlr.augment(shared, QKNormConfig(), verbose=False)
     assert [(layer.queries, layer.keys) for layer in layers_of(shared).values()] == [(32, 8)]
+
+
+def test_the_keys_of_an_indexer_get_no_norm():
+    """They choose positions and have no gradient."""
+    ranks = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 64}
+    model = DeepseekV32ForCausalLM(DeepseekV32Config(**sizes, **ranks, num_hidden_layers=1, index_head_dim=16))
+    assert any(name.endswith("indexer.wk") for name, _ in model.named_modules())
+    with pytest.raises(nlr.UserError, match="not named like a target of qk-norm"):
+        nlr.augment(model, QKNormConfig(), verbose=False)
 
 
 @pytest.mark.parametrize("inner", [None, nlr.NobleConfig(rank=4)], ids=["plain", "noble"])
