@@ -45,15 +45,22 @@ from .registration import CLASS_PREFIX, FIELD, OWN_TYPES, TYPE_PREFIX
 class DenseNames(WeightRenaming):
     """Renaming, between files and memory, of the tensors in the dense parts of one model's layers.
 
-    `layers` maps whole names to the child that is the dense part and to the layer's own tensors; `prefix` is the
-    backbone's within a model with a head, which a file may have or lack.
+    `layers` maps whole names to the child that is the dense part and to the layer's own tensors; `others` are our
+    layers that have none; `prefix` is the backbone's within a model with a head, which a file may have or lack.
     """
 
-    __slots__ = ("layers", "prefix", "saving")
+    __slots__ = ("layers", "others", "prefix", "saving")
 
-    def __init__(self, layers: dict[str, tuple[str, frozenset[str]]], prefix: str, *, saving: bool = False) -> None:
+    def __init__(
+        self,
+        layers: dict[str, tuple[str, frozenset[str]]],
+        others: frozenset[str],
+        prefix: str,
+        *,
+        saving: bool = False,
+    ) -> None:
         super().__init__("weight", "weight")  # patterns of its own: see rename_source_key
-        self.layers, self.prefix, self.saving = layers, prefix, saving
+        self.layers, self.others, self.prefix, self.saving = layers, others, prefix, saving
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         """Return the new name, and the pattern that matched; None where none did."""
@@ -73,13 +80,14 @@ class DenseNames(WeightRenaming):
 
     def reverse_transform(self) -> "DenseNames":
         """Return the renaming in the other direction."""
-        return DenseNames(self.layers, self.prefix, saving=not self.saving)
+        return DenseNames(self.layers, self.others, self.prefix, saving=not self.saving)
 
     def on_dense(self, model: Any, conversions: list[WeightTransform]) -> list[WeightTransform]:
         """Return the conversions and this; those that split a file's tensor over linears now name dense parts.
 
         transformers converts after it renames on loading, and before on saving. A converter that would have to name
-        dense parts in some layers only is dropped: the linears then have tensors of their own in files too.
+        dense parts in some layers only, or linears beside layers without one, is dropped: all then have tensors of
+        their own in files too.
         """
         found: list[WeightTransform] = []
         names = [f".{name}" for name, _ in model.named_modules()]
@@ -87,9 +95,11 @@ class DenseNames(WeightRenaming):
             if not isinstance(each, WeightConverter):
                 found.append(each)
                 continue
-            held = [
-                [name[1:] in self.layers for name in names if name.endswith(f".{end}")] for end in each.target_patterns
-            ]
+            of_targets = [[name[1:] for name in names if name.endswith(f".{end}")] for end in each.target_patterns]
+            apart = [name in self.others for of_target in of_targets for name in of_target]
+            if any(apart) and not all(apart):
+                continue
+            held = [[name in self.layers for name in of_target] for of_target in of_targets]
             if not any(map(any, held)):
                 found.append(each)
             elif all(len(set(of_target)) == 1 for of_target in held):
@@ -102,13 +112,16 @@ class DenseNames(WeightRenaming):
 
 
 def dense_names(model: Any) -> DenseNames | None:
-    """Return the renaming, for loading, of a model's layers that hold a plain linear; None where there are none."""
-    layers = {}
+    """Return the renaming, for loading, of a model's layers that hold a plain linear; None where no layer is ours."""
+    layers, others = {}, set()
     for name, module in model.named_modules():
         if dense_part(module) is not None:
             own = frozenset(own for own, _ in module.named_parameters(recurse=False))
             layers[name] = (str(method_of_layer(module).dense), own)  # type: ignore[union-attr]
-    return DenseNames(layers, f"{getattr(model, 'base_model_prefix', '')}.") if layers else None
+        elif method_of_layer(module) is not None:
+            others.add(name)
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    return DenseNames(layers, frozenset(others), prefix) if layers or others else None
 
 
 def in_files(model: Any, tensors: Mapping[str, Any], *, reverse: bool = False) -> dict[str, Any]:
@@ -184,13 +197,19 @@ class AugmentedModel:
     def _weight_conversions(self, value: list[Any] | None) -> None:
         vars(self)["_weight_conversions"] = value
 
+    @_weight_conversions.deleter
+    def _weight_conversions(self) -> None:  # by `dequantize` of transformers 5.24
+        vars(self).pop("_weight_conversions", None)
+
     @staticmethod
-    def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any) -> Any:
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Load as transformers does, with the renamings of this model."""
         if (ours := dense_names(model)) is not None:
             load_config = replace(load_config, weight_mapping=ours.on_dense(model, load_config.weight_mapping or []))
         plain: Any = super(AugmentedModel, type(model))
-        return plain._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args)
+        return plain._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import GteConfig, GteForMaskedLM
+from transformers import AutoModelForCausalLM, GteConfig, GteForMaskedLM
 
 import nonlinear_lowrank as nlr
 from model_helpers import FAMILIES
@@ -152,6 +152,32 @@ def test_linears_that_files_hold_as_one_tensor_come_back(include, tmp_path):
     torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
     loaded.save_pretrained(tmp_path / "again")
     assert load_file(tmp_path / "again" / "model.safetensors").keys() == files
+
+
+@pytest.mark.parametrize("config", [nlr.NonlinearQueryConfig(), nlr.QKNormConfig(), nlr.SineLowRankConfig(rank=4)])
+def test_layers_without_a_linear_of_such_files_come_back(config, tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    model = GteForMaskedLM(GteConfig(**sizes, vocab_size=67)).eval()
+    nlr.augment(model, config, verbose=False)
+    model.save_pretrained(tmp_path / "out")
+    tokens = torch.arange(9)[None]
+    loaded = type(model).from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    del loaded._weight_conversions  # as `dequantize` of transformers 5.24 does
+    loaded.save_pretrained(tmp_path / "again")
+    names = [load_file(tmp_path / folder / "model.safetensors").keys() for folder in ("out", "again")]
+    assert names[0] == names[1]
+
+
+def test_transformers_finds_the_base_with_branches_of_an_adapter(tmp_path):
+    _augmented(FAMILIES["llama"]()).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(base, config).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    tokens = torch.arange(9)[None]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
 
 
 def test_plain_weights_load_into_an_augmented_model(tmp_path):
