@@ -119,7 +119,7 @@ def test_climbs_goes_on_and_judges_what_it_predicted(climbed, capsys, monkeypatc
 
 def test_report_grades_its_claims():
     report = render(read(Path(__file__).parents[3] / "studies" / "ladder" / "results.json"))
-    assert "-0.0616 [-0.0919, -0.0312], p 0.026, grade 4/7 |" in report
+    assert "-0.0616 [-0.0919, -0.0312], p 0.039, grade 4/7 |" in report
     assert "-0.0721 [-0.1525, +0.0083], p 0.12, no difference shown |" in report
 
 
