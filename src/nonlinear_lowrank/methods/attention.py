@@ -51,7 +51,8 @@ def attention_heads(parent: Any, config: Any = None) -> tuple[int | None, int | 
     """
     sources = (parent, getattr(parent, "config", None), config)
     heads = first_integer(sources, ("num_heads", "num_attention_heads", "n_heads", "n_head"))
-    head = first_integer(sources, ("head_dim", "attention_head_size", "head_size"))
+    # Latent attention's `head_dim` is the width of the rotated part alone.
+    head = first_integer(sources, ("qk_head_dim", "head_dim", "attention_head_size", "head_size"))
     width = first_integer(sources, ("embed_dim", "hidden_size", "d_model"))
     if head is None and heads is not None and width is not None:
         head = width // heads

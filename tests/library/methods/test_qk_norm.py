@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DeepseekV32Config, DeepseekV32ForCausalLM
 
 import nonlinear_lowrank as nlr
 from attention_helpers import big_code, cross_attending, grouped_llama, grouped_phi3
@@ -99,6 +99,13 @@ def test_heads_of_a_given_width_and_shared_keys():
     shared = big_code(multi_query=True)
     nlr.augment(shared, QKNormConfig(), verbose=False)
     assert [(layer.queries, layer.keys) for layer in layers_of(shared).values()] == [(32, 8)]
+
+
+def test_latent_attention_has_its_whole_heads_normed():
+    ranks = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 48}
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **ranks, num_hidden_layers=1, vocab_size=64))
+    assert nlr.augment(model, QKNormConfig(), verbose=False).config.head_width == 12
 
 
 def test_the_keys_of_an_indexer_get_no_norm():
