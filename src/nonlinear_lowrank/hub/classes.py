@@ -45,22 +45,15 @@ from .registration import CLASS_PREFIX, FIELD, OWN_TYPES, TYPE_PREFIX
 class DenseNames(WeightRenaming):
     """Renaming, between files and memory, of the tensors in the dense parts of one model's layers.
 
-    `layers` maps whole names to the child that is the dense part and to the layer's own tensors; `others` are our
-    layers that have none; `prefix` is the backbone's within a model with a head, which a file may have or lack.
+    `layers` maps whole names to the child that is the dense part and to the layer's own tensors; `prefix` is the
+    backbone's within a model with a head, which a file may have or lack.
     """
 
-    __slots__ = ("layers", "others", "prefix", "saving")
+    __slots__ = ("layers", "prefix", "saving")
 
-    def __init__(
-        self,
-        layers: dict[str, tuple[str, frozenset[str]]],
-        others: frozenset[str],
-        prefix: str,
-        *,
-        saving: bool = False,
-    ) -> None:
+    def __init__(self, layers: dict[str, tuple[str, frozenset[str]]], prefix: str, *, saving: bool = False) -> None:
         super().__init__("weight", "weight")  # patterns of its own: see rename_source_key
-        self.layers, self.others, self.prefix, self.saving = layers, others, prefix, saving
+        self.layers, self.prefix, self.saving = layers, prefix, saving
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         """Return the new name, and the pattern that matched; None where none did."""
@@ -80,7 +73,7 @@ class DenseNames(WeightRenaming):
 
     def reverse_transform(self) -> "DenseNames":
         """Return the renaming in the other direction."""
-        return DenseNames(self.layers, self.others, self.prefix, saving=not self.saving)
+        return DenseNames(self.layers, self.prefix, saving=not self.saving)
 
     def on_dense(self, model: Any, conversions: list[WeightTransform]) -> list[WeightTransform]:
         """Return the conversions and this; those that split a file's tensor over linears now name dense parts.
@@ -91,12 +84,13 @@ class DenseNames(WeightRenaming):
         """
         found: list[WeightTransform] = []
         names = [f".{name}" for name, _ in model.named_modules()]
+        ours = {name for name, module in model.named_modules() if method_of_layer(module) is not None}
         for each in conversions:
             if not isinstance(each, WeightConverter):
                 found.append(each)
                 continue
             of_targets = [[name[1:] for name in names if name.endswith(f".{end}")] for end in each.target_patterns]
-            apart = [name in self.others for of_target in of_targets for name in of_target]
+            apart = [name in ours and name not in self.layers for of_target in of_targets for name in of_target]
             if any(apart) and not all(apart):
                 continue
             held = [[name in self.layers for name in of_target] for of_target in of_targets]
@@ -113,15 +107,13 @@ class DenseNames(WeightRenaming):
 
 def dense_names(model: Any) -> DenseNames | None:
     """Return the renaming, for loading, of a model's layers that hold a plain linear; None where no layer is ours."""
-    layers, others = {}, set()
+    layers, ours = {}, False
     for name, module in model.named_modules():
+        ours = ours or method_of_layer(module) is not None
         if dense_part(module) is not None:
             own = frozenset(own for own, _ in module.named_parameters(recurse=False))
             layers[name] = (str(method_of_layer(module).dense), own)  # type: ignore[union-attr]
-        elif method_of_layer(module) is not None:
-            others.add(name)
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    return DenseNames(layers, frozenset(others), prefix) if layers or others else None
+    return DenseNames(layers, f"{getattr(model, 'base_model_prefix', '')}.") if ours else None
 
 
 def in_files(model: Any, tensors: Mapping[str, Any], *, reverse: bool = False) -> dict[str, Any]:
