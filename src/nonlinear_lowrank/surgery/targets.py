@@ -293,9 +293,10 @@ _SILENT = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "RESUME", "COPY_FREE_VARS"
 _IN_ISINSTANCE = re.compile(r":isinstance \S+")
 _LOOK = (
     r"\.(?:dtype|device|shape|size|ndim|dim|numel|is_meta|is_cuda|requires_grad|is_floating_point|element_size|layout"
-    r"|get_device)\b| POP_JUMP| LOAD_CONST:None\b"
+    r"|get_device)\b| POP_JUMP| LOAD_CONST:None (?:IS|COMPARE)_OP"
 )
 _TAKEN = re.compile(rf"(?:\.(\w+))?\.(\w+)\.(weight|bias)\b(?!{_LOOK})")
+_TAKEN_OF_ARGUMENT = re.compile(rf":(\w+)\.(weight|bias)\b(?!{_LOOK})")
 _CALLED = re.compile(r"\.(\w+)\b(?!\.(?:weight|bias)\b)")
 
 
@@ -349,13 +350,28 @@ def _tensors_taken(module: nn.Module) -> tuple[dict[str, set[str]], set[str]]:
     ("attention.output"), and the names used in any other way. A look at a tensor's type or presence takes nothing.
     """
     taken, called = defaultdict[str, set[str]](set), set[str]()
-    for code in () if isinstance(module, _CONTAINERS) else _codes(module):
-        text = _IN_ISINSTANCE.sub("", _text(code))
+    texts = {} if isinstance(module, _CONTAINERS) else {code: _text(code) for code in _codes(module)}
+    takers = {
+        code.co_name: tensor
+        for code, text in texts.items()
+        for name, tensor in _TAKEN_OF_ARGUMENT.findall(text)
+        if name in code.co_varnames[1 : code.co_argcount]
+    }
+    for text in texts.values():
+        text = _arguments_written_out(_IN_ISINSTANCE.sub("", text), takers)
         called.update(_CALLED.findall(text))
         for around, child, tensor in _TAKEN.findall(text):
             taken[child].add(tensor)
             taken[f"{around}.{child}"].add(tensor)
     return taken, called
+
+
+def _arguments_written_out(text: str, takers: dict[str, str]) -> str:
+    """Write LayoutLMv3's `self.look_up(x, self.table)` with `self.table.weight`, which is what the method takes."""
+    for taker, tensor in takers.items():
+        for arguments in re.findall(rf"\.{taker} (.*?) CALL:", text):
+            text = text.replace(arguments, re.sub(r"self\.\w+(?= |$)", rf"\g<0>.{tensor}", arguments))
+    return text
 
 
 @functools.cache

@@ -76,6 +76,20 @@ class FusedInEvaluation(Model):
         return self.second(y) + self.more[0](x)
 
 
+class Handed(Model):
+    """Hands its linears to methods, of which one calls them and one takes a tensor (LayoutLMv3's position tables)."""
+
+    def body(self, x):
+        places = x.argmax(-1)
+        return self.call(self.second, x) + self.look_up(places, self.first) + self.more[0](x)
+
+    def call(self, linear, x):
+        return linear(x)
+
+    def look_up(self, places, table):
+        return table.weight[:, places].movedim(0, -1)
+
+
 class Encoder(Model):
     """torch's encoder, whose fused path in evaluation would take the tensors of its linears."""
 
@@ -112,6 +126,7 @@ MODELS = {
     Unpacked: ["first"],
     Fused: ["first", "second"],
     FusedInEvaluation: ["first"],
+    Handed: ["first"],
 }
 MODELS |= {Encoder: [], OwnActivationEncoder: [], SwitchedEncoder: []}
 
