@@ -3,7 +3,7 @@
     out/compare.json     the settings that every run in this folder shares, its arms, and the versions they ran under
     out/timing.json      seconds of the interleaved steps
     out/log.jsonl        runs that are left, and how long they take
-    out/runs/<arm>/[steps-<n>/][<init>/]lr-<lr>/seed-<k>/      one run each, with its result.json
+    out/runs/<arm>/[steps-<n>/][<init>/][head-<lr>/]lr-<lr>/seed-<k>/      one run each, with its result.json
     out/results.json     the record      out/report.md and pictures   made from it
 
 To resume, the marker and each finished run's result.json are enough.

@@ -283,18 +283,26 @@ class _Session:
     def _missing(self, steps: int | None, seeds: Sequence[int], choices: int | None = None) -> list[Any]:
         """Return the arms of unfinished runs of a length, one entry per run.
 
-        A run is due at each seed, at any choice, and at the first `choices` choices of each tuned arm.
+        A run is due at the first `choices` choices of each tuned arm, and at each seed, at any choice, unless all that
+        was tuned diverged.
         """
+        tuning_seed = self.plan.tuning_seed
 
         def done(arm: Any, choice: str, seed: int) -> bool:
             return any(self._of_arm(arm, steps).glob(f"{choice}/seed-{seed}/{RESULT}"))
 
+        def diverged(run: Path) -> bool:
+            found = self._read(run, self.plan.choices[arm.name][0], tuning_seed)
+            return found is not None and found.final_loss is None
+
         found = []
         for arm in self.plan.arms:
-            tuned = self.plan.tuned(arm)[:choices]
-            found += [arm for choice in tuned if not done(arm, choice.folder, self.plan.tuning_seed)]
-            any_choice = "*/lr-*" if self.plan.choices[arm.name][0].init else "lr-*"
-            found += [arm for seed in seeds if not done(arm, any_choice, seed)]
+            tuned = self.plan.tuned(arm)
+            found += [arm for choice in tuned[:choices] if not done(arm, choice.folder, tuning_seed)]
+            any_choice = "*/" * self.plan.choices[arm.name][0].folder.count("/") + "lr-*"
+            tried = [file.parent for file in self._of_arm(arm, steps).glob(f"{any_choice}/seed-{tuning_seed}/{RESULT}")]
+            if not tuned or len(tried) < len(tuned) or not all(map(diverged, tried)):
+                found += [arm for seed in seeds if not done(arm, any_choice, seed)]
         return found
 
     def _expected_seconds(self, arms: Sequence[Any]) -> float:
@@ -338,15 +346,19 @@ class _Session:
     def _path(self, arm: Any, choice: Choice, seed: int) -> Path:
         return self._of_arm(arm, self.steps) / choice.folder / f"seed-{seed}"
 
+    def _read(self, path: Path, choice: Choice, seed: int) -> Run | None:
+        with contextlib.suppress(UserError, ValueError, LookupError, TypeError, FileNotFoundError):
+            return self.full.read(read_json(path / RESULT), choice, seed)
+        return None
+
     def _find(self, arm: Any, choice: Choice, seed: int, *, with_weights: bool = False) -> Run | None:
         """Return the finished run, or None: also where its result is torn, or weights that it must have are gone."""
         path = self._path(arm, choice, seed)
 
         def read() -> tuple[Run | None, bool]:
-            with contextlib.suppress(UserError, ValueError, LookupError, TypeError, FileNotFoundError):
-                found = self.trials.read(read_json(path / RESULT), choice, seed)
-                return found, not with_weights or found.final_loss is None or self.trials.has_weights(path)
-            return None, False
+            if (found := self._read(path, choice, seed)) is None:
+                return None, False
+            return found, not with_weights or found.final_loss is None or self.trials.has_weights(path)
 
         found, whole = on_rank_0(read)
         if found is not None:
@@ -417,9 +429,9 @@ class _Session:
         missing = [each for each in dict.fromkeys(wanted) if self._find(*each) is None]
         runs = [(*each, self._path(*each)) for each in missing]
         self._log()
-        run_side_by_side(self.trials, runs, self.workers, self.limit, self.console)
-        for each in missing:
+        for each in run_side_by_side(self.trials, runs, self.workers, self.limit, self.console):
             self._ended(*each)
+            self._log()
 
     def _ended(self, arm: Any, choice: Choice, seed: int) -> Run:
         found, path = self._find(arm, choice, seed), self._path(arm, choice, seed)
@@ -472,8 +484,8 @@ class _Session:
         if next_choices(tried, self.trials.measure):
             head = "" if best.head_lr is None else f", or its head's, {best.head_lr:g},"
             self.notes.append(
-                f"`{arm.name}`: the best learning rate {best.lr:g}{head} is still at the edge of its grid after "
-                f"{max(0, len(tried) - len(choices))} extensions, so it may do better than shown."
+                f"`{arm.name}`: the best learning rate {best.lr:g}{head} is still at the edge of its grid, so it "
+                "may do better than shown."
             )
         return Choice(lr=best.lr, init=best.init, head_lr=best.head_lr), "tuned"
 

@@ -381,8 +381,11 @@ class Plan:
         """Choices that each arm is tuned over; one choice: it is not tuned."""
 
     def tuned(self, arm: Any) -> list[Choice]:
-        """Return what an arm is tuned over; empty where it is not tuned."""
-        return self.choices[arm.name] if len(self.choices[arm.name]) > 1 else []
+        """Return what an arm is tuned over, the middle rate first: time may end it; empty where it is not tuned."""
+        choices = self.choices[arm.name]
+        rates = sorted({choice.lr for choice in choices})
+        middle = (len(rates) - 1) / 2
+        return sorted(choices, key=lambda choice: abs(rates.index(choice.lr) - middle)) if len(choices) > 1 else []
 
 
 def best_run(tried: Sequence[Run], measure: Measure = LOSS) -> Run | None:

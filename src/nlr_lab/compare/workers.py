@@ -61,8 +61,8 @@ def open_workers(number: int, cores: int | None) -> Iterator[None]:
 
 def run_side_by_side(
     trials: Trials, runs: Sequence[tuple[Any, Choice, int, Path]], number: int, limit: TimeLimit, console: Console
-) -> None:
-    """Run each (arm, choice, seed) in its folder, so many at once; divergence is a result.
+) -> Iterator[tuple[Any, Choice, int]]:
+    """Run each (arm, choice, seed) in its folder, so many at once, and yield those that end; divergence is a result.
 
     Raises:
         OutOfTimeError: the limit was reached; runs in progress were stopped, and continue when resumed.
@@ -72,24 +72,26 @@ def run_side_by_side(
     import ray
 
     task = ray.remote(_train).options(**_resources(trials.recipe.train.threads, number), max_retries=_RETRIES)
-    waiting, going = list(reversed(runs)), dict[Any, Path]()
+    waiting, going = list(reversed(runs)), dict[Any, tuple[Any, Choice, int, Path]]()
     try:
         while waiting or going:
             while waiting and len(going) < number:
                 arm, choice, seed, folder = waiting.pop()
-                going[task.remote(trials, arm, choice, seed, folder.absolute(), Path.cwd())] = folder
+                run = task.remote(trials, arm, choice, seed, folder.absolute(), Path.cwd())
+                going[run] = arm, choice, seed, folder
                 console.print(f"[bold]{arm.name}[/] {choice}, seed {seed} on a worker")
             timeout = None if limit.seconds is None else max(0, limit.left)
             ended, _ = ray.wait(list(going), num_returns=1, timeout=timeout)
             if not ended:
                 raise OutOfTimeError(f"stopped {len(going)} runs for time; continue with --resume")
-            folder = going.pop(ended[0])
+            arm, choice, seed, folder = going.pop(ended[0])
             try:
                 problem = ray.get(ended[0])
             except ray.exceptions.RayError as error:
                 raise UserError(f"the run in {folder} was lost {_RETRIES + 1} times: {one_line(error)}") from error
             if problem:
                 raise UserError(problem)
+            yield arm, choice, seed
     finally:
         for each in going:
             with contextlib.suppress(Exception):

@@ -7,15 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from compare_helpers import BASE, NOBLE, StubTask, compare_stub, field_recipe, tiny_recipe
+from compare_helpers import BASE, CONTROL, NOBLE, StubTask, compare_stub, field_recipe, tiny_recipe
 from nlr_lab.bench.timing import interleaved_step_times
 from nlr_lab.compare import compare
 from nlr_lab.compare.trial import Measurement, shortened
 from nlr_lab.fields.fit import Stepper
 from nlr_lab.fields.settings import FitConfig
 from nlr_lab.runtime.environment import OutOfTimeError
+from nlr_lab.runtime.log import LOG, read_entries
 from nlr_lab.runtime.tables import duration
-from nlr_lab.training import Recipe, TrainConfig, run_training
+from nlr_lab.training import Arm, DivergedError, Recipe, TrainConfig, run_training
 from refusals import assert_refused
 
 STEPS = 200
@@ -25,7 +26,7 @@ class Machine:
     """A clock, and a training whose steps take the seconds that the test says: of the step's number among all."""
 
     def __init__(self, seconds=lambda step: 1.0):
-        self.now, self.taken, self.seconds, self.threads, self.runs = 0.0, 0, seconds, [], []
+        self.now, self.taken, self.seconds, self.threads, self.runs, self.rates = 0.0, 0, seconds, [], [], []
 
     def clock(self):
         return self.now
@@ -40,6 +41,7 @@ class Machine:
 
     def run(self, recipe, out, *, resume, prepared, stop=None, **_):
         self.threads.append(torch.get_num_threads())
+        self.rates.append(recipe.train.lr)
         self.runs.append((recipe.arm.name, recipe.train.seed, recipe.train.steps))
         out.mkdir(parents=True, exist_ok=True)
         (out / "recipe.json").write_text("{}")
@@ -60,10 +62,10 @@ def go(tmp_path):
     train = TrainConfig(steps=STEPS, warmup_steps=20, batch_size=8, lr=1e-3, eval_every=20, tracker="none", threads=1)
     recipe = Recipe(name="stub", task=StubTask(), train=train)
 
-    def run(machine, *, recipe=recipe, out=tmp_path / "out", seeds=2, **options):
+    def run(machine, *, recipe=recipe, out=tmp_path / "out", arms=(BASE, NOBLE), seeds=2, **options):
         replaced = {"train": machine.run, "measure_with": machine.measure, "clock": machine.clock}
         options = {"timing_rounds": 3, "draw": True} | options
-        return compare_stub(recipe, out, arms=(BASE, NOBLE), seeds=seeds, **replaced, **options)
+        return compare_stub(recipe, out, arms=arms, seeds=seeds, **replaced, **options)
 
     return run
 
@@ -107,6 +109,31 @@ def test_tuned_arms_are_shortened_for_their_first_rate_too(go):
     tried = {len(arm["tuning"]) for arm in found["arms"]}
     assert tried < {1, 2}
     assert f"Tuning stopped for time after {tried.pop()} of 3 choices of every arm." in found["notes"]
+    assert machine.rates[:2] == [2e-3, 2e-3], "the middle of the grid first"
+
+
+@pytest.mark.parametrize("kind", ["with a rate of the head", "diverged while tuned"])
+def test_limit_leaves_what_has_finished_as_it_is(go, tmp_path, kind):
+    class Diverging(Machine):
+        def run(self, recipe, out, **options):
+            super().run(recipe, out, **options)
+            if recipe.arm.name == "noble-r4":
+                (out / "result.json").write_text(
+                    json.dumps({"status": "diverged", "steps": 7, "seconds": 1.0, "curve": []})
+                )
+                raise DivergedError("it diverged", 7)
+
+    if kind == "diverged while tuned":
+        machine, options = Diverging, {"arms": (BASE, CONTROL, NOBLE), "tune_lr": (1e-3, 2e-3), "max_extensions": 1}
+    else:
+        arms = tuple(Arm.parse(f"lora:r={rank},lr=1e-3,head_lr=1e-2") for rank in (1, 2))
+        machine, options = Machine, {"arms": arms}
+    whole = go(machine(), **options).results
+    assert read_entries(tmp_path / "out" / LOG)[-1]["left"] == 0
+    again = machine()
+    limited = go(again, resume=True, max_seconds=100, **options).results
+    assert again.runs == []
+    assert limited["n"] == whole["n"] == 2
 
 
 def test_machine_that_slows_down_shortens_once_more(go):
