@@ -49,7 +49,12 @@ def check_head_dim(head_dim: int) -> None:
 
 def one_line(error: BaseException, most: int = 300) -> str:
     """Return an exception's message without line breaks, or its class where it has none."""
-    return " ".join(str(error).split())[:most] or type(error).__name__
+    return printable(" ".join(str(error).split()))[:most] or type(error).__name__
+
+
+def printable(text: str) -> str:
+    """Return a text that may hold names from a stranger's file, without characters that steer a terminal."""
+    return "".join(each if each.isprintable() or each == "\n" else "?" for each in text)
 
 
 def require(extra: str, module: str) -> Any:

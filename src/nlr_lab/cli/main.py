@@ -26,7 +26,7 @@ from nlr_lab.recipes import KINDS, RECIPES
 from nlr_lab.runtime.processes import rank
 from nlr_lab.runtime.signals import StoppedBySignal
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.validation import install_hint, one_line
+from nonlinear_lowrank.validation import install_hint, one_line, printable
 
 from . import COMMANDS, FILES
 
@@ -123,7 +123,7 @@ def _help() -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"nlr: {message}", file=sys.stderr)
+    print(f"nlr: {printable(message)}", file=sys.stderr)
     return code
 
 

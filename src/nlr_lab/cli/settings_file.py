@@ -15,7 +15,8 @@ from nonlinear_lowrank.validation import one_line
 from .spellings import find
 
 _OTHERS = ("name", "description", "arm", "arms", "seeds", "tune_lr")  # of a recipe: some are of other commands
-_CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(,.*)?")  # a module:function
+_BY_HAND = ("overwrite", "resume", "allow_torch_checkpoints")  # what a stranger's file must not ask for
+_CODE = re.compile(r"\s*[A-Za-z_][\w.]*:[A-Za-z_]\w*\s*(,.*)?", re.DOTALL)  # a module:function
 
 
 def read_settings(path: str) -> dict[str, Any]:
@@ -63,7 +64,8 @@ def as_arguments(settings: Mapping[str, Any], known: Sequence[str], path: str, g
         given: the command line's own.
 
     Raises:
-        UserError: an unknown setting, or an arm that calls a function, which the command line must name.
+        UserError: an unknown setting, or what the command line itself must say: an arm that calls a function, a flag
+            that deletes or trusts.
     """
     arguments = []
     for name, value in flatten(settings).items():
@@ -76,9 +78,13 @@ def as_arguments(settings: Mapping[str, Any], known: Sequence[str], path: str, g
                 f"--config {path} has an unknown setting {name}{f'; did you mean {near[0]}?' if near else ''}"
             )
         name = found[0] if len(found) == 1 else name
+        if name in _BY_HAND and value:
+            raise UserError(f"--config {path} sets {name}, which the command line must: {as_option(name, True)[0]}")
         if name in ("arm", "arms") and any(each.partition("=")[0] == f"--{name}" for each in given):
             continue
         values = [str(each) for each in (value if isinstance(value, list) else [value])]
+        if isinstance(value, list) and (other := [each for each in values if each.startswith("--")]):
+            raise UserError(f"--config {path} has {other[0]!r} in the list {name}, which is an option; omit it")
         if code := [each for each in values if name in ("arm", "arms") and _CODE.fullmatch(each)]:
             hint = f"if you know what it does, give it as --{name}"
             raise UserError(f"an arm of --config {path} calls code, {code[0]}; {hint}")

@@ -22,7 +22,7 @@ from PIL import Image
 from PIL.Image import Transpose
 from torch import Tensor, nn
 
-from nlr_lab.runtime.bounds import eight_bits
+from nlr_lab.runtime.bounds import eight_bits, open_image
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import one_line
 
@@ -71,7 +71,7 @@ def read_pixels(file: Path, *, upright: bool = False) -> np.ndarray:
     With `upright` it is turned as its EXIF orientation says; pixels that a camera's pose belongs to must not be.
     """
     try:
-        with Image.open(file) as opened:
+        with open_image(file) as opened:
             image = eight_bits(_upright(opened) if upright else opened)
             clear = "A" in image.getbands() or "transparency" in image.info
             return np.asarray(image.convert("RGBA" if clear else "RGB"))

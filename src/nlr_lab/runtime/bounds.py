@@ -1,4 +1,4 @@
-"""Files that a user gives, read within bounds, and pictures of any depth as 8 bits a channel.
+"""Files that a user gives, read within bounds, and pictures of any format and depth as 8 bits a channel.
 
 What their headers claim is checked against their sizes and the free memory before anything is allocated.
 No pickle is ever read.
@@ -91,6 +91,14 @@ def check_held(nbytes: int, most: int, what: str) -> None:
     """Raise UserError where more than `most` bytes, which `half_of_free` gave, have been read."""
     if nbytes > most:
         raise UserError(f"{what} unpacks to more than {most:,} bytes, half of the memory that is free")
+
+
+def open_image(file: Any) -> Any:
+    """Open a picture by PIL; not EPS, for which Pillow starts Ghostscript, whatever the file is called."""
+    from PIL import Image
+
+    Image.init()
+    return Image.open(file, formats=[each for each in Image.ID if each != "EPS"])
 
 
 def eight_bits(image: Any) -> Any:

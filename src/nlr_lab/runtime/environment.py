@@ -59,18 +59,24 @@ def provenance(threads: int | None = None) -> dict[str, Any]:
 def git_state(folder: Path | None = None) -> dict[str, Any] | None:
     """Return the commit of a folder's (or the working directory's) checkout, and whether a tracked file differs.
 
-    None where there is no git, no repository or no commit. Runs none of the repository's own programs.
+    None where there is no git, no repository or no commit. Runs none of the repository's own programs, filters either.
     """
 
     def ask(*command: str) -> str:
-        # A checkout's settings may name a program that watches its files: not ours to start.
-        quiet = ["git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=", *command]
+        quiet = ["git", *(word for setting in off for word in ("-c", setting)), *command]
         lockless = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
         done = subprocess.run(quiet, cwd=folder, env=lockless, capture_output=True, text=True, timeout=30, check=True)
         return done.stdout.strip()
 
+    # A checkout's settings may name programs that watch or filter its files: not ours to start.
+    off = ["core.fsmonitor=false", "core.hooksPath="]
     try:
         commit = ask("rev-parse", "--verify", "HEAD")
+        names = ask("config", "--name-only", "--list").split("\n")
+        filters = [name for name in names if name.startswith("filter.")]
+        if any("=" in name for name in filters):  # could not be switched off
+            return None
+        off += [f"{name}={'false' if name.endswith('.required') else ''}" for name in filters]
         return {"commit": commit, "dirty": bool(ask("status", "--porcelain", "--untracked-files=no"))}
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None

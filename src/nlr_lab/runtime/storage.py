@@ -189,7 +189,7 @@ def opened(folder: Path, *ours: str, overwrite: bool) -> Iterator[None]:
     with ExitStack() as stack:
         with disk_errors(f"to {folder}", "choose another folder"):
             folder.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context((folder / LOCK).open("w"))
+            lock = stack.enter_context((folder / LOCK).open("a"))
             try:  # not flock: data-loading workers, being forks, would keep holding it after a kill
                 if fcntl is not None:
                     fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -137,6 +137,9 @@ def recommend(
         if laws is None or arm is None:
             skipped.append(f"{name}: {'no two widths' if laws is None else 'its settings differ between the rungs'}")
             continue
+        if ":" in arm.method:
+            skipped.append(f"{name}: calls {arm.method}, code that the ladder only names")
+            continue
         try:
             costs[name] = _added(arm, build, base, costs)
         except UserError as error:

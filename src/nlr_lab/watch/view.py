@@ -17,6 +17,7 @@ from rich.text import Text
 
 from nlr_lab.runtime.tables import duration, number_table
 from nonlinear_lowrank.errors import UserError
+from nonlinear_lowrank.validation import printable
 
 from .runs import RunView, View, Watched
 
@@ -36,7 +37,7 @@ def table_of(view: View, most: int | None = None) -> Table:
     """Return a row for each run; with `most`, only for so many that are running or have ended last."""
     table = number_table("run", "state", "step", "speed", "loss", "time left")
     for run in view.runs if most is None else _shown(view.runs, most):
-        name = " ".join(filter(None, [run.group, run.arm, run.details]))
+        name = printable(" ".join(filter(None, [run.group, run.arm, run.details])))
         state = f"silent for {duration(run.silent)}" if run.state == "silent" else run.state
         of = f"/{run.steps}" if run.steps else ""
         to_go = "" if run.seconds_to_go is None else duration(run.seconds_to_go)

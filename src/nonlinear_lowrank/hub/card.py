@@ -21,6 +21,7 @@ from .storage import CARD, read_json, versions
 _PEFT_TEMPLATE = "# Model Card for Model ID"  # peft's own card from here on, which says nothing
 _PEFT_LOADING = re.compile(r"## Loading\n\n```python\n.*?\n```\n?", re.DOTALL)  # of our configs, which know less
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_UNSAFE = re.compile(r"[^\w. /-]")  # Markdown, HTML and control characters in a stranger's names
 # Fields of an adapter's config for peft alone.
 _NOT_SETTINGS = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"}
 _PIPELINES = {
@@ -90,9 +91,10 @@ def _read(path: Path) -> dict[str, Any]:
 def shown_name(name: str) -> str:
     """Return a hub name unchanged, of a path the model that it caches or its last part: cards are shared."""
     if cached := re.search(r"models--([^/\\]+)[/\\]snapshots[/\\]", name):
-        return cached[1].replace("--", "/")
+        name = cached[1].replace("--", "/")
+        return _UNSAFE.sub("_", name)
     local = name.startswith(("/", ".", "~")) or Path(name).exists() or not _HUB_NAME.fullmatch(name)
-    return PureWindowsPath(name).name if local else name  # splits at both kinds of slashes
+    return _UNSAFE.sub("_", PureWindowsPath(name).name) if local else name  # splits at both kinds of slashes
 
 
 def table(values: Mapping[str, Any]) -> str:

@@ -113,6 +113,9 @@ def test_a_runs_own_file_makes_it_again_with_changes(trained, capsys, tmp_path):
         ("a.json", "[1]", "must hold settings by their names"),
         ("a.json", '{"name": "mlm-demo"}', "is of the recipe 'mlm-demo'; name that one, or none"),
         ("a.yaml", "arm: os:system", "calls code, os:system; if you know what it does, give it as --arm"),
+        ("a.yaml", "arm: ' os:system,x=1'", "calls code, os:system,x=1; if you know what it does"),
+        ("a.toml", "[train]\nbetas = ['0.9', '0.9', '--arm', 'os:system']", "has '--arm' in the list train.betas"),
+        ("a.toml", "overwrite = true", "sets overwrite, which the command line must: --overwrite"),
         ("a.ini", "", ".ini is not .toml, .json or .yaml"),
     ],
 )

@@ -48,10 +48,16 @@ def test_git_state_of_any_folder(tmp_path, monkeypatch):
     spy.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
     spy.chmod(0o755)
     git(tmp_path, "config", "core.fsmonitor", str(spy))
+    git(tmp_path, "config", "filter.spy.clean", str(spy))
+    git(tmp_path, "config", "filter.spy.required", "true")
+    (tmp_path / ".git/info/attributes").write_text("a filter=spy\n")
+    os.utime(tmp_path / "a", (1, 1))  # so that git looks into it
     assert git_state(tmp_path) == {"commit": commit, "dirty": False}
     (tmp_path / "a").write_text("2")
     assert git_state(tmp_path) == {"commit": commit, "dirty": True}
     assert not (tmp_path / "ran").exists(), "no program of the repository is started"
+    git(tmp_path, "config", "filter.a=b.clean", str(spy))
+    assert git_state(tmp_path) is None, "a filter that cannot be switched off"
     assert git_state(tmp_path / "missing") is None
     monkeypatch.setenv("PATH", str(tmp_path))  # no git at all
     assert git_state(tmp_path) is None

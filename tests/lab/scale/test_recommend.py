@@ -124,6 +124,19 @@ def test_an_arm_is_timed_at_its_largest_rung_that_was():
     assert "Hours unknown for: wide (" in text
 
 
+def test_an_arm_whose_code_a_strangers_ladder_names_is_not_called(tmp_path):
+    ladder = rungs({"noble": 2.0})
+    for rung in ladder:
+        arm = rung["arms"]["noble"]
+        setup = f"open({str(tmp_path / 'ran')!r}, 'w')"
+        called = {"method": "timeit:timeit", "settings": {"setup": setup, "number": 0}}
+        rung["arms"]["other"] = arm | {"settings": arm["settings"] | called}
+    told = found(ladder)
+    assert told.skipped == ("other: calls timeit:timeit, code that the ladder only names",)
+    assert [each.arm for each in told.choices] == ["noble"]
+    assert not (tmp_path / "ran").exists()
+
+
 def test_the_shipped_recommendation_is_not_that_of_a_seed():
     ladder, highs = read_json(EVIDENCE)["rungs"], []
     told = found(ladder)

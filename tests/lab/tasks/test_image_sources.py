@@ -11,6 +11,7 @@ from PIL import Image
 
 from cli_helpers import refused, succeed
 from image_helpers import noise, png
+from nlr_lab.fields.image import read_pixels
 from nlr_lab.tasks.images.encoding import as_square
 from nlr_lab.tasks.images.examples import Pixels
 from nlr_lab.tasks.images.sources import ImageSource, read_images
@@ -161,6 +162,17 @@ def test_absent_sources_are_refused(tmp_path):
     assert_refused("has one class, 'cat'; give", ImageSource(source=str(tmp_path / "empty")).find)
     splits = read_images(str(tmp_path / "empty"))
     assert_refused("cannot read the image", (splits.train if len(splits.train) else splits.test).read, 0)
+
+
+def test_no_picture_is_given_to_ghostscript(tmp_path, monkeypatch):
+    program = tmp_path / "gs"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    file = tmp_path / "a.png"
+    file.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n%%EOF\n")
+    assert_refused("cannot read the image", read_pixels, file)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.shared_data

@@ -16,7 +16,7 @@ from model_helpers import llama
 from nlr_lab.recipes import RECIPES, get_recipe
 from nlr_lab.training import run_training
 from nlr_lab.training.run_folder import command_of
-from nonlinear_lowrank.hub.card import write_card
+from nonlinear_lowrank.hub.card import shown_name, write_card
 from nonlinear_lowrank.hub.verify import verify
 from training_helpers import FakeText, make_recipe
 
@@ -28,6 +28,12 @@ def card_of(folder, *words):
     assert str(folder.parent) not in str(card)
     assert [word for word in words if word not in card.text] == []
     return card
+
+
+def test_a_strangers_names_are_no_markup():
+    assert shown_name("a/b-c.d") == "a/b-c.d"
+    assert shown_name("/models/x\x1b[1m](javascript:alert)<b>\n# y") == "x__1m__javascript_alert__b___ y"
+    assert shown_name("/cache/models--a--b](c)/snapshots/1") == "a/b__c_"
 
 
 def loading_lines(card):

@@ -6,6 +6,7 @@ nothing is rounded again.
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from nlr_lab.tasks.task import cache_folder, cached
 from nonlinear_lowrank.errors import BUILD_ERRORS, UserError
@@ -50,7 +51,8 @@ def unpack(file: Path) -> Path:
         from nonlinear_lowrank.hub.storage import staged_folder
 
         require("demo", "gguf")
-        source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+        source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+        source["trust_remote_code"] = False  # None would ask the user
         with staged_folder(place) as staged, quiet_loading():
             try:
                 plain = GgufConfig(dequantize=True)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nlr_lab.runtime.bounds import eight_bits, read_arrays
+from nlr_lab.runtime.bounds import eight_bits, open_image, read_arrays
 from nlr_lab.tasks.task import choose, hold_out
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_integer, check_share, one_line
@@ -309,7 +309,7 @@ def _open(file: Any, where: str = "") -> Any:
     from PIL import Image
 
     try:
-        with Image.open(file) as image:
+        with open_image(file) as image:
             image.load()
         return eight_bits(image)
     # DecompressionBombError: its header claims more pixels than any picture has.
