@@ -54,7 +54,7 @@ class LoraLayer(AdapterLayer):
     def original_weight(self) -> Tensor:
         """Return the weight without adapters, dequantized, in its own layout."""
         if self._kept is not None:
-            return self._kept.weight()
+            return self._kept.weight(getattr(self.get_base_layer(), self.weight_name).device)
         base = self.get_base_layer()
         if self.quantization_backend is not None:
             return self.quantization_backend.get_base_weight(base).detach()
@@ -97,15 +97,16 @@ class LoraLayer(AdapterLayer):
             raise UserError("an adapter with lora_bias=True cannot be merged into a layer without a bias")
         kept = self._kept or Kept(base, self.quantization_backend, keep, self.weight_name)
         kept_bias = (self._kept_bias or Kept(base, None, name="bias")) if biased else None
-        weight = self.merged_weight(kept.weight(), names)
-        bias = None if kept_bias is None else self.with_bias(kept_bias.weight(), names)
+        device = getattr(base, self.weight_name).device
+        weight = self.merged_weight(kept.weight(device), names)
+        bias = None if kept_bias is None else self.with_bias(kept_bias.weight(device), names)
 
         def put() -> None:
             kept.write(self, weight)
             self._kept = kept if keep else None
             if bias is not None:
                 base.bias.copy_(bias)
-                self._kept_bias = kept_bias
+                self._kept_bias = kept_bias if keep else None
 
         return [each for each in (weight, bias) if each is not None], put
 

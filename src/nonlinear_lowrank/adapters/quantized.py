@@ -56,7 +56,6 @@ class Kept:
             )
         self._backend, self._name = backend, name
         weight: Any = getattr(base, name)
-        self._device = weight.device
         if backend is None:
             self._weight: Any = weight.detach().to("cpu", copy=True) if copy_plain else weight.detach()
             return
@@ -77,12 +76,12 @@ class Kept:
         copied.quant_state.to(device)
         return copied
 
-    def weight(self) -> Tensor:
-        """Return the weight in float, on the module's device; not to be written to."""
+    def weight(self, device: Any) -> Tensor:
+        """Return the weight in float, on a device; not to be written to."""
         if self._backend is None:
-            return self._weight.to(self._device)
+            return self._weight.to(device)
         state = SimpleNamespace(SCB=None)
-        base: Any = SimpleNamespace(weight=self._copied(self._weight, self._device), state=state)
+        base: Any = SimpleNamespace(weight=self._copied(self._weight, device), state=state)
         return self._backend.get_base_weight(base)
 
     def restore(self, base: Any) -> None:

@@ -42,10 +42,7 @@ from .weights import AdapterTensor, is_plain
 class SineLayer(LoraLayer):
     """The sine of the factors' product as the delta; subclasses say where the weight is used."""
 
-    other_param_names: tuple[str, ...] = (
-        *(*lora.LoraLayer.other_param_names, "omega", "gain", "cached"),
-        "activation_sine",
-    )
+    other_param_names = (*lora.LoraLayer.other_param_names, "omega", "gain", "cached", "activation_sine")
     lora_variants: ClassVar[Mapping[Any, Any]] = {(): None, ("use_dora",): None}
     role = "sine_lora"
 
@@ -97,7 +94,8 @@ class SineLayer(LoraLayer):
         """Set an adapter's magnitude to the lengths of the weight's rows."""
         magnitude = self.lora_magnitude_vector[name].weight
         if not magnitude.is_meta:
-            magnitude.copy_(self._lengths())
+            # Computed as the operators do, for the same bits.
+            magnitude.copy_(dora_norm(self.original_weight(), transposed=self.transposed))
 
     def narrow(self, name: str) -> None:
         """See `AdapterLayer`; also narrow the magnitude, which starts as exact lengths, and loaded tensors."""
@@ -112,10 +110,6 @@ class SineLayer(LoraLayer):
         device, dtype = super()._get_base_layer_device_and_dtype(base_layer)
         made = {*self.lora_A, *self.lora_embedding_A}
         return device, None if made and made <= self.omega.keys() else dtype
-
-    def _lengths(self) -> Tensor:
-        """Return (d_out), computed as the operators do, for the same bits."""
-        return dora_norm(self.original_weight(), transposed=self.transposed)
 
     # The weight.
 
@@ -178,12 +172,14 @@ class _ProductLayer(SineLayer):
         """Return the weight with these adapters in it, in the base's layout and type; formed again after a change.
 
         It detects writes that autograd counts and, to an adapter on the CPU, others (`.data`); saving, loading and
-        moving the module, and a call with gradients, also drop what was kept.
+        moving the module, and a call with gradients, also drop what was kept. A `.data` write to the base's weight, or
+        to an adapter on a GPU, is not seen.
         """
         key, held = tuple(names), (self.lora_B, self.lora_A, self.lora_magnitude_vector)
         tensors = [self.base_layer.weight, *(each[name].weight for name in names for each in held if name in each)]
         stamp: list[Any] = [(id(each), each._version) for each in tensors]
-        stamp += [each[name] for each in (self.omega, self.gain, self.scaling) for name in names]
+        # A scaling may be a tensor that is written in place (peft's compiled hotswap).
+        stamp += [each for name in names for each in (self.omega[name], self.gain[name], float(self.scaling[name]))]
         known = self._formed.get(key)
         if known is None or known.stamp != stamp or not all(map(_unwritten, tensors[1:], known.copies)):
             weight = self.merged_weight(tensors[0], names)

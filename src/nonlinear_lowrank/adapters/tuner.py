@@ -1,5 +1,6 @@
 """Base of tuners: finds the modules, checks them before anything is changed, and puts the layers in place."""
 
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from nonlinear_lowrank.methods.matrix import holders, matrix_of, replace_modules
 from nonlinear_lowrank.surgery.targets import bypassed_linears, output_head_names, unreached_experts, why_bypassed
 
 from .config import BASE_ROWS, AdapterConfig, NamedConfig
+from .lora import LoraLayer
 from .weights import AdapterLayer, TensorLayer
 
 _HEADS = {"classifier", "score", "qa_outputs"}  # peft puts them into modules_to_save, whichever exists
@@ -188,7 +190,7 @@ class CheckedTuner(BaseTuner):
                 raise UserError(f"{name} is sharded; merge before sharding, in one process")
         held = holders(self.model)
         for name, module in self.model.named_modules():
-            if getattr(module, "weight_name", None) and module.quantization_backend is None:
+            if isinstance(module, LoraLayer) and module.quantization_backend is None:
                 weight = getattr(module.get_base_layer(), module.weight_name, None)
                 if not isinstance(weight, nn.Parameter):
                     raise UserError(f"{name} has no weight of its own that a merge could change; use it unmerged")
@@ -259,8 +261,8 @@ class CheckedTuner(BaseTuner):
     ) -> dict[str, Tensor]:
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         given = {name: tensor for name, tensor in remapped.items() if f".{cls.prefix}" in name}
-        parts = (f".{cls.prefix}", f".{adapter_name}.")
-        have = {name: each for name, each in model.state_dict().items() if all(part in f"{name}." for part in parts)}
+        own = re.compile(rf".*\.{cls.prefix}\w+\.{re.escape(adapter_name)}(\..*)?")
+        have = {name: each for name, each in model.state_dict().items() if own.fullmatch(name)}
         wrong = "the adapter was made for another base model or config"
         for name in have.keys() & given.keys():
             if have[name].shape != given[name].shape:

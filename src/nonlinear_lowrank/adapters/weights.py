@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import MultiplierLayer, Role
-from nonlinear_lowrank.methods.matrix import matrix_of
+from nonlinear_lowrank.methods.matrix import is_hooked, matrix_of
 
 from .config import BASE_ROWS, AdapterConfig
 from .quantized import backend_of, keep_unpacked
@@ -249,11 +249,6 @@ def is_plain(base: nn.Module) -> bool:
     """Return whether reading a module's weight and bias gives what calling it would use."""
     # FSDP1 puts views of its flat parameter, plain tensors, in the parameters' places for the time of a call.
     return type(base) in _PLAIN and type(base.weight) in (nn.Parameter, Tensor) and not is_hooked(base)
-
-
-def is_hooked(base: nn.Module) -> bool:
-    """Return whether calling a module runs hooks, such as one that loads the weight."""
-    return bool(base._forward_hooks or base._forward_pre_hooks) or hasattr(base, "_hf_hook")
 
 
 _PLAIN = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)

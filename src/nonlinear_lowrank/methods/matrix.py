@@ -28,12 +28,6 @@ class Matrix:
             return weight.t()
         return weight.flatten(1) if self.kind == "conv2d" else weight
 
-    def back(self, matrix: Tensor) -> Tensor:
-        """Return a (d_out, d_in) matrix in the shape of the module's weight."""
-        if self.kind == "conv1d":
-            return matrix.t()
-        return matrix[:, :, None, None] if self.kind == "conv2d" else matrix
-
 
 def is_hooked(module: nn.Module) -> bool:
     """Return whether something was put on a module itself: hooks, parametrizations, a forward (as accelerate does)."""

@@ -20,10 +20,10 @@ from .precision import no_autocast
 
 
 def transformed() -> bool:
-    """Return whether a transform of `torch.func`, forward-mode differentiation, `torch.export` or `torch.jit.trace` is
-    active.
+    """Return whether an operator must run its plain formula, for a transform or trace that goes through it.
 
-    torch has no public name for the first two. It asks the first itself in front of every `autograd.Function`.
+    That is `torch.func`, forward-mode differentiation, `torch.export` and `torch.jit.trace`. torch has no public name
+    for the first two. It asks the first itself in front of every `autograd.Function`.
     """
     return _are_functorch_transforms_active() or forward_ad._current_level >= 0 or exporting() or torch.jit.is_tracing()
 

@@ -32,12 +32,13 @@ def autocast_input(x: Tensor) -> Tensor:
 
 
 def kept_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return what a module's `_apply` does to a tensor, without casts from float32 to a 16-bit type."""
+    """Return what a module's `_apply` does to a tensor, with float32 for a cast to a 16-bit type."""
+    narrow = torch.bfloat16, torch.float16
 
     def apply(tensor: Tensor) -> Tensor:
         found = fn(tensor)
-        narrowed = found.dtype in (torch.bfloat16, torch.float16) and tensor.dtype == torch.float32
-        return tensor.to(found.device) if narrowed else found
+        narrowed = found.dtype in narrow and tensor.dtype not in narrow
+        return tensor.to(found.device, torch.float32) if narrowed else found
 
     return apply
 

@@ -46,8 +46,6 @@ class Parts(NamedTuple):
 
     def join(self, parts: Iterable[Tensor]) -> Tensor:
         """(..., width) for each part -> (..., sum of widths), where the model looks for them."""
-        if self.groups == 1:
-            return torch.cat(list(parts), -1)
         return torch.cat([each.unflatten(-1, (self.groups, -1)) for each in parts], -1).flatten(-2)
 
 

@@ -104,6 +104,9 @@ def test_saving_and_loading_under_another_name(row, tmp_path):
     sparing = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path, low_cpu_mem_usage=True, is_trainable=True)
     assert torch.equal(logits(sparing.eval(), inputs), expected)
     assert all(value.requires_grad for value in adapter_parameters(sparing).values())
+    model.load_adapter(tmp_path, "model")  # a name that is a part of every module's
+    model.set_adapter("model")
+    assert torch.equal(logits(model.eval(), inputs), expected)
 
 
 @every_row
@@ -124,6 +127,8 @@ def test_switching_disabling_and_deleting_adapters(row):
     assert torch.equal(logits(model, inputs), first)
     assert not adapter_parameters(model, "other")
     assert not any(layer.present(["other"]) for layer in layers(model))
+    held = [each for layer in layers(model) for each in vars(layer).values() if isinstance(each, dict)]
+    assert not any("other" in each for each in held)
     plain = model.unload()
     assert not any(isinstance(module, BaseTunerLayer) for module in plain.modules())
     assert torch.equal(logits(plain, inputs), before)
@@ -480,6 +485,26 @@ def test_merging_into_a_weight_of_two_adapted_layers_is_refused():
         with pytest.raises(UserError, match=r"embed_tokens and lm_head.* share one weight"):
             merge()
     assert all(torch.equal(before[name], each) for name, each in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        nlr.SineLoraConfig(r=2, target_modules=["0"], init_lora_weights=False),
+        nlr.NobleAdapterConfig(r=2, target_modules=["0"], init_weights=False),
+    ],
+    ids=["sine-lora", "noble-adapter"],
+)
+def test_what_is_put_on_the_base_is_called(config):
+    model, x, passed = get_peft_model(nn.Sequential(nn.Linear(16, 24)), config), torch.randn(3, 16), []
+    base = model.base_model.model[0].base_layer
+    handle = base.register_full_backward_hook(lambda *_: passed.append(1))
+    model(x.requires_grad_()).sum().backward()
+    assert passed == [1]
+    handle.remove()
+    before = model(x) - base(x)
+    base.forward = lambda x: x.new_zeros(*x.shape[:-1], 24)
+    torch.testing.assert_close(model(x), before)
 
 
 def test_all_linear_leaves_out_the_classifier_of_images():

@@ -68,6 +68,8 @@ def changes(model, folder):
             yield "hotswap", swap
         yield "the base", lambda: base.mul_(1.5)
         yield "loading", lambda: model.load_state_dict({k: v + 0.1 for k, v in model.state_dict().items()})
+        layer.scaling["default"] = torch.tensor(2.0)  # as peft's compiled hotswap has it
+        yield "a scale in place", lambda: layer.scale_layer(1.25)
         yield "the scale", lambda: layer.set_scale("default", 3.0)
         yield "omega", lambda: layer.omega.update(default=7.0)
         yield "the gain", lambda: layer.gain.update(default=2.0)

@@ -348,7 +348,8 @@ def test_an_adapter_carries_its_fit(tmp_path, monkeypatch):
 def test_lora_becomes_nora_plus_plus_where_it_stands():
     base = model_helpers.llama().eval()
     inputs = model_helpers.batch(base)
-    config = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "down_proj"], modules_to_save=["norm"])
+    whole = {"modules_to_save": ["norm"], "trainable_token_indices": [1, 2]}
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "down_proj"], **whole)
     model = drawn(get_peft_model(base, config)).eval()
     expected, factors = logits(model, inputs), trained(model)
     tuned = lora_to_nora(model, groups=4, r=1).eval()
@@ -356,6 +357,19 @@ def test_lora_becomes_nora_plus_plus_where_it_stands():
     for name, value in factors.items():
         assert torch.equal(tuned.state_dict()[name], value), name
     assert not torch.equal(logits(drawn(drawn(tuned)), inputs), expected)
+
+
+def test_trained_biases_of_lora_become_those_of_nora(tmp_path):
+    base = model_helpers.gpt2()
+    again, inputs = copy.deepcopy(base), model_helpers.batch(base)
+    config = LoraConfig(r=3, target_modules=["c_fc"], bias="all", init_lora_weights=False, fan_in_fan_out=True)
+    model = get_peft_model(base, config).eval()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            value += 0.1 * name.endswith("bias")
+    expected = logits(model, inputs)
+    lora_to_nora(model, groups=4).save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(PeftModel.from_pretrained(again, tmp_path).eval(), inputs), expected)
 
 
 def test_lora_stays_where_nora_does_not_fit():
@@ -369,6 +383,10 @@ def test_lora_stays_where_nora_does_not_fit():
     assert torch.equal(logits(model.eval(), inputs), expected)
     assert trained(model).keys() == before.keys()
     assert all(torch.equal(value, before[name]) for name, value in trained(model).items())
+    model.merge_adapter()
+    with pytest.raises(UserError, match="a merged adapter is not"):
+        lora_to_nora(model, groups=4)
+    model.unmerge_adapter()
     model.add_adapter("other", LoraConfig(r=2, target_modules=["v_proj"]))
     with pytest.raises(UserError, match="other would be lost"):
         lora_to_nora(model, groups=4)
@@ -376,7 +394,12 @@ def test_lora_stays_where_nora_does_not_fit():
 
 @pytest.mark.parametrize(
     ("options", "word"),
-    [({"use_dora": True}, "use_dora"), ({"rank_pattern": {"k_proj": 2}}, "rank_pattern"), (None, "NLR_NORA")],
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"rank_pattern": {"k_proj": 2}}, "rank_pattern"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        (None, "NLR_NORA"),
+    ],
 )
 def test_only_plain_lora_becomes_nora_plus_plus(options, word):
     config = (

@@ -103,6 +103,7 @@ WRONG = {
         ({"shift_alpha": 4}, "shift_alpha is for tuning='shared'"),
         ({"lora_r": -1}, "lora_r must be"),
         ({"lora_sine": True}, "lora_sine is for NoRA"),
+        ({"bias": "adapter_only"}, "bias=.adapter_only. is for NoRA"),
         ({"lora_target_modules": ["q_proj"]}, "lora_target_modules is for NoRA"),
         ({"lora_r": 2, "lora_dropout": 1.0}, "lora_dropout must be"),
         ({"lora_r": 2, "lora_omega": 0}, "lora_omega must be"),

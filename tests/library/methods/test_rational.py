@@ -165,6 +165,7 @@ def test_coefficients_stay_float32_in_a_16_bit_model(anchor):
     assert model[1](x).dtype == torch.bfloat16
     assert (model[1](x).float() - F.gelu(x.float())).abs().max() < 0.02 + 7e-3
     assert model.double()[1].rational_numerator.dtype == torch.float64
+    assert model.bfloat16()[1].rational_numerator.dtype == torch.float32
 
 
 def test_wrong_uses_are_one_line():

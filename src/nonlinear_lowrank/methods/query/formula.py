@@ -36,8 +36,6 @@ class QueryLayout(NamedTuple):
 
     def join(self, queries: Tensor, others: Tensor) -> Tensor:
         """(..., q), (..., others) -> (..., q + others), where the model looks for them."""
-        if self.groups == 1:
-            return torch.cat([queries, others], dim=-1)
         parts = [each.unflatten(-1, (self.groups, -1)) for each in (queries, others)]
         return torch.cat(parts, dim=-1).flatten(-2)
 

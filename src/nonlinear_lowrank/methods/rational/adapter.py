@@ -37,6 +37,7 @@ from .sites import Survey, survey
 _NOT_PLAIN = (
     "use_dora", "use_rslora", "lora_bias", "target_parameters", "rank_pattern", "alpha_pattern", "layer_replication",
 )  # fmt: skip
+_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # these change the base's weights
 __all__ = ["NoraActivation", "NoraConfig", "NoraModel", "lora_to_nora"]
 
 
@@ -248,6 +249,8 @@ def lora_to_nora(model: PeftModel, adapter_name: str = "default", **settings: An
     layers = {name: each for name, each in model.get_base_model().named_modules() if isinstance(each, LoraLayer)}
     unfit = [name for name in _NOT_PLAIN if getattr(config, name, None)]
     unfit += [name for name, layer in layers.items() if type(layer) is not lora.Linear][:1]
+    unfit += ["init_lora_weights"] * str(getattr(config, "init_lora_weights", "")).startswith(_CHANGING_INITS)
+    unfit += ["a merged adapter"] * any(layer.merged for layer in layers.values())
     if type(config) is not LoraConfig or unfit:
         raise UserError(
             f"NoRA++ takes plain LoRA of one rank on linears; {', '.join(unfit) or config.peft_type} is not"
@@ -256,7 +259,8 @@ def lora_to_nora(model: PeftModel, adapter_name: str = "default", **settings: An
         lora_r=config.r,
         lora_target_modules=list(layers),
         **{name: getattr(config, name) for name in ("lora_alpha", "lora_dropout", "task_type", "modules_to_save")},
-        **{"anchor": "exact", **settings},
+        **{"anchor": "exact", "bias": config.bias, "trainable_token_indices": config.trainable_token_indices}
+        | settings,
     )
     trained = get_peft_model_state_dict(model, adapter_name=adapter_name)
     base: Any = model.unload()

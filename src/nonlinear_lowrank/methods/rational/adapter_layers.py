@@ -163,6 +163,8 @@ class NoraConfig(AdapterConfig):
         if self.lora_r == 0 and (self.lora_sine or self.lora_target_modules):
             name = "lora_sine" if self.lora_sine else "lora_target_modules"
             raise UserError(f"{name} is for NoRA++; set lora_r above 0 too")
+        if self.lora_r == 0 and self.bias.endswith("_only"):
+            raise UserError(f"bias={self.bias!r} is for NoRA++, whose linears have biases; use 'all', or set lora_r")
 
     def lora_config(self, fan_in_fan_out: bool) -> Any:
         """Return the settings of a linear's factors, as the layers take them."""
@@ -218,6 +220,7 @@ class NoraActivation(TensorLayer):
     """An activation, or a `RationalActivation` whose coefficients are then theta, with shifts; of any shape."""
 
     adapter_layer_names = tuple(f"lora_{side}{factor}" for side in _SIDES for factor in ("_a", "_b", ""))
+    other_param_names = ("configs", "_theta", "_settings")
 
     def __init__(self, base_layer: nn.Module, site: Site) -> None:
         super().__init__(base_layer)

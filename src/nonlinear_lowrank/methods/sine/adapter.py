@@ -37,9 +37,8 @@ from nonlinear_lowrank.adapters.sine import (
     SineMultiheadAttention,
 )
 from nonlinear_lowrank.adapters.tuner import CheckedTuner, register_adapter
-from nonlinear_lowrank.adapters.weights import is_hooked
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.matrix import matrix_of
+from nonlinear_lowrank.methods.matrix import is_hooked, matrix_of
 from nonlinear_lowrank.ops.sine import added
 from nonlinear_lowrank.validation import check_integer, check_number, check_share
 
