@@ -1,4 +1,4 @@
-"""Triton kernels of KAT's way (kat_rational.py): an atomic addition for every element and coefficient."""
+"""Triton kernels of KAT's way (`op.kat_rational`): an atomic addition for every element and coefficient."""
 
 import torch
 import triton

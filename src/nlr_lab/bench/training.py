@@ -37,13 +37,13 @@ def _attention_backward(dy: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> 
     return int(sdpa_backward_flop_count(dy, q, _all_heads(q, k), _all_heads(q, v)))
 
 
-# FLOPs of operators unknown to torch's counter, by the shapes of their arguments. Attention counts whole, as there.
-_UNKNOWN_TO_TORCH: dict[Any, Callable[..., int]] = {
+UNKNOWN_TO_TORCH: dict[Any, Callable[..., int]] = {
     torch.ops.aten.addmm_: lambda total, left, right, **_: 2 * left[0] * left[1] * right[1]
 }
+"""FLOPs of operators unknown to torch's counter, by the shapes of their arguments; attention counts whole, as there."""
 for _name in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
-    _UNKNOWN_TO_TORCH[getattr(torch.ops.aten, f"_scaled_dot_product_{_name}")] = _attention
-    _UNKNOWN_TO_TORCH[getattr(torch.ops.aten, f"_scaled_dot_product_{_name}_backward")] = _attention_backward
+    UNKNOWN_TO_TORCH[getattr(torch.ops.aten, f"_scaled_dot_product_{_name}")] = _attention
+    UNKNOWN_TO_TORCH[getattr(torch.ops.aten, f"_scaled_dot_product_{_name}_backward")] = _attention_backward
 
 
 class Stepper:
@@ -99,7 +99,7 @@ class Stepper:
 
         A product that a method computes again for backward counts again. Takes the time of an eager pass.
         """
-        with FlopCounterMode(display=False, custom_mapping=_UNKNOWN_TO_TORCH) as counter, use_kernels(False):
+        with FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH) as counter, use_kernels(False):
             self.loss(eager=True).backward()
         self.optimizer.zero_grad()
         return counter.get_total_flops()

@@ -148,6 +148,8 @@ def _check_used(task: Any, before: Any, arguments: Sequence[str]) -> None:
         unused |= dict.fromkeys(names, "--init-from brings the whole model")
     if getattr(text, "valid_source", None):
         unused["text.valid_fraction"] = "--valid-source is held out whole"
+    if getattr(getattr(task, "instructions", None), "valid_source", None):
+        unused["instructions.held_out"] = "--valid-source is held out whole"
     if text is not None and "--task.text.vocab-size" in given and text.vocab_size != (size := text.known_vocab_size()):
         unused["text.vocab_size"] = f"{text.tokenizer} has {size} tokens"
     for name, why in unused.items():

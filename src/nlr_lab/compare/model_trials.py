@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from nlr_lab.bench.timing import interleaved_step_times
+from nlr_lab.bench.training import UNKNOWN_TO_TORCH
 from nlr_lab.runtime.environment import cpu_threads, deterministic, many_compiled
 from nlr_lab.runtime.processes import on_rank_0, world_size
 from nlr_lab.training.arms import ARM_METHODS, Arm
@@ -125,21 +125,14 @@ def forward_flops(model: nn.Module, recipe: Recipe, prepared: Any) -> float | No
 def _count_flops(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     inputs = {name: value for name, value in batch.items() if name != "labels"}
 
-    # The branch adds its last product in place, which torch's table of operators does not have.
-    def in_place(into: torch.Size, left: torch.Size, right: torch.Size, **_: Any) -> int:
-        return 2 * left[0] * left[1] * right[1]
-
-    # Nor products of rows with the matrix of their expert.
+    # Products of rows with the matrix of their expert.
     def grouped(rows: torch.Size, weights: torch.Size, *_: Any, **__: Any) -> int:
         return 2 * rows[0] * rows[1] * weights[2]
 
-    known = {torch.ops.aten.addmm_: in_place, torch.ops.aten._grouped_mm: grouped}
-    counter = FlopCounterMode(
-        display=False, custom_mapping={**known, torch.ops.transformers.grouped_mm_fallback: grouped}
-    )
+    known = dict.fromkeys((torch.ops.aten._grouped_mm, torch.ops.transformers.grouped_mm_fallback), grouped)
+    counter = FlopCounterMode(display=False, custom_mapping={**UNKNOWN_TO_TORCH, **known})
     try:
-        # The fused attention of the CPU is unknown to the counter; its plain formula is two products.
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+        with torch.no_grad(), counter:
             model.eval()(**inputs)
     except (RuntimeError, NotImplementedError):
         return None

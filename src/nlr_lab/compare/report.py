@@ -266,7 +266,7 @@ def tables(results: Record) -> list[str]:
     return parts
 
 
-# --- sentences -----------------------------------------------------------------------------------------------
+# --- sentences of a training's differences -------------------------------------------------------------------
 
 
 def _speed_sentence(pair: Record, reference: str) -> str:

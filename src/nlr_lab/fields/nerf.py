@@ -30,6 +30,9 @@ _FRAME_MS = 100
 
 def prepare(settings: NerfSettings) -> "NerfProblem":
     if settings.source == "demo":
+        unused = [name for name in ("ndc", "near", "far") if getattr(settings, name) != getattr(NerfSettings, name)]
+        if unused:
+            raise UserError(f"{unused[0]} does nothing: the demo's scene has bounds of its own; omit it")
         scene = demo_scene(size=max(DEMO_SIZE // settings.downscale, 1), held_out=settings.held_out)
         return NerfProblem(scene, settings)
     own = {name: getattr(settings, name) for name in ("downscale", "held_out", "ndc", "near", "far")}

@@ -264,7 +264,8 @@ def lay_out(cost: ArmCost, config: PlanConfig, *, sharding: int, micro_batch: in
     moved, communication = _traffic(cost, config, sharding, accumulation, width)
     flops = cost.training_flops + (cost.forward_flops if recompute else 0)
     compute = flops * cost.tokens * own / (config.hardware.rate(config.bf16) * config.utilization)
-    touched = 2 * cost.gradient_bytes + cost.gradient_bytes + 2 * cost.optimizer_bytes
+    # Parameters and the optimizer's state are read and written, gradients read.
+    touched = 3 * cost.gradient_bytes + 2 * cost.optimizer_bytes
     optimizer = touched / sharding / config.hardware.bandwidth
     return Layout(
         cost=cost,

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nlr_lab.runtime.tables import save
+
 from .measures import cell, over_seeds
 from .table import Cells, slug
 
@@ -74,7 +76,7 @@ def features(name: str, comparison: Any, trial: Any, home: Path) -> Cells:
     for axes, (row, plane) in zip(np.ravel(figure.subplots(1, len(planes))), planes.items(), strict=True):
         axes.scatter(*plane.T, c=labels[places], cmap="tab10", s=8)
         axes.set(title=row, xticks=(), yticks=())
-    figure.savefig(home / f"t-sne-{slug(name)}.png", dpi=120)
+    save(figure, home / f"t-sne-{slug(name)}.png")
     return found
 
 
@@ -105,7 +107,7 @@ def class_maps(name: str, comparison: Any, trial: Any, home: Path) -> Cells:
                 axes.imshow(shown.numpy(), cmap="jet", alpha=0.5)
             axes.set(xticks=(), yticks=())
         line[0].set_ylabel(row)
-    figure.savefig(home / f"grad-cam-{slug(name)}.png", dpi=120)
+    save(figure, home / f"grad-cam-{slug(name)}.png")
     return found
 
 

@@ -12,6 +12,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nlr_lab.compare.trial import Choice
 from nlr_lab.runtime.storage import AGAIN, disk_errors, read_json, write_json, write_text
 from nonlinear_lowrank.errors import UserError
 
@@ -156,7 +157,8 @@ def count_parts(trial: Compare) -> dict[str, dict[str, int]]:
 
 def model_folder(folder: Path, arm: str, run: Mapping[str, Any]) -> Path:
     """Return where a run of a comparison in `folder` saved its model."""
-    return folder / "runs" / arm / f"lr-{run['lr']:.6g}" / f"seed-{run['seed']}" / "model"
+    choice = Choice(lr=run["lr"], init=run["init"], head_lr=run["head_lr"])
+    return folder / "runs" / arm / choice.folder / f"seed-{run['seed']}" / "model"
 
 
 def _evaluate(trial: Compare, folder: Path, arm: Any, sources: Mapping[str, str]) -> dict[str, Any]:
@@ -164,8 +166,8 @@ def _evaluate(trial: Compare, folder: Path, arm: Any, sources: Mapping[str, str]
     from .measures import over_seeds
 
     scores: dict[str, list[float | None]] = {column: [] for column in trial.tasks}
-    kind = _kind(trial.tasks.values())
-    source = kind if kind in sources else "lm-eval"  # answers in generated text are not likelihoods
+    # Answers in generated text are not likelihoods, nor other rows the same task.
+    source = sources.get(_kind(trial.tasks.values()), "lm-eval")
     for run in arm.runs:
         model = model_folder(folder, arm.own["name"], run)
         file = model.parent / _EVALUATED

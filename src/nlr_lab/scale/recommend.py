@@ -18,7 +18,7 @@ from nonlinear_lowrank.methods.noble import NobleConfig
 from nonlinear_lowrank.surgery.augment import augment
 from nonlinear_lowrank.surgery.budget import parse_budget
 
-from .fits import Array, Interval, log_normal
+from .fits import Interval, log_normal
 from .ladder import inner_parameters
 from .record import FORWARD_AND_BACKWARD, Record, laws_of
 
@@ -148,7 +148,8 @@ def recommend(
         parameters, flops = costs[name]
         against = reference, compute
         width, timed = _timed(own, name)
-        longer = None if timed is None else (reference, compute * _times(timed))
+        ratio = None if timed is None else log_normal(timed["median"], timed["low"], timed["high"])
+        longer = None if ratio is None else (reference, compute * ratio)
         spent = flops if kind == "flops" else parameters
         choices.append(
             Choice(
@@ -197,13 +198,6 @@ def _timed(rungs: Sequence[Record], name: str) -> tuple[int, Record] | tuple[Non
         if timed := (rung["arms"].get(name) or {}).get("step_time_ratio"):
             return rung["width"], timed
     return None, None
-
-
-def _times(timed: Record) -> float | Array:
-    """Return draws of a ratio of step times; of a record without its interval the median alone."""
-    if timed.get("low") is None or timed.get("high") is None:
-        return float(timed["median"])
-    return log_normal(timed["median"], timed["low"], timed["high"])
 
 
 def _check(model: Any) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from nlr_lab.compare.grade import conditions_met
 from nlr_lab.compare.record import RESULTS, clean
 from nlr_lab.runtime.storage import read_json
 
@@ -56,7 +55,7 @@ def _rung(name: str, width: int, tokens: float, results: Record) -> dict[str, An
             "mean": arm["final_loss"]["mean"],
             "sd": arm["final_loss"]["sd"],
             "seconds": [runs[seed]["seconds"] for seed in seeds if seed in runs],
-            "against": pair and {"grade": conditions_met(results, arm["name"], reference), **pair},
+            "against": pair,
         }
     return {
         "rung": name,

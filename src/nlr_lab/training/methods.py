@@ -130,9 +130,8 @@ class Augmented(ArmKind):
         if settings.get("split_fused") and "select" in settings:
             raise UserError("select knows no parts of fused projections; give split_fused with include instead")
         for key in settings.keys() & set(_PATTERNS):
-            patterns = settings[key] if isinstance(settings[key], list | tuple) else [settings[key]]
-            if not all(isinstance(each, str) for each in patterns):
-                raise UserError(f"{key} must be a pattern of names, or a list of patterns, got {settings[key]!r}")
+            if not isinstance(settings[key], str):
+                raise UserError(f"{key} must be one pattern of names, got {settings[key]!r}; join several by |")
         self._config(settings)
         return dict(settings)
 

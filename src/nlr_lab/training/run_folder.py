@@ -45,7 +45,7 @@ FREE = frozenset(
         *("task.text.cache_dir", "task.tokens.cache_dir"),
     }
 )
-"""Settings of a recipe that change no number of a run, or only by rounding."""
+"""Settings of a recipe that change no number of a run, or only by rounding; log_every that of spikes too."""
 # A resumed run may have other names too, and other settings of comparisons.
 _FREE = FREE | {"name", "description", "arm.name", "arm.grid", "arms", "seeds", "tune_lr"}
 

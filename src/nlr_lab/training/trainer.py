@@ -424,7 +424,7 @@ class RunTrainer(Trainer):
         about = {"step": step, "seconds": self.seconds, "processes": self.args.world_size}
         hint = f"{self._last_good()}; make room and continue with --resume"
         refused = functools.partial(disk_errors, f"the checkpoint of step {step} to {self.checkpoints}", hint)
-        keep = 0 if self._keep_all else self.args.save_total_limit or 1
+        keep = 0 if self._keep_all else self.config.keep_checkpoints
         group = own_group("checkpoints", timedelta(seconds=self.args.ddp_timeout))  # training uses the default one
         with refused(), ExitStack() as stack:
 

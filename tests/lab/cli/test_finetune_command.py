@@ -91,6 +91,10 @@ def test_wrong_input_is_one_line_and_leaves_nothing(root, tmp_path, capsys, monk
             ["compare", *options(root, out, "--arms", "head", "lora:head_lr=1e-3", "--head-lr", "1e-2")[1:]],
             "--head-lr does nothing: every arm is head or has its own head_lr=",
         ),
+        (
+            ["finetune", "instruct-small", "--instructions.valid-source", "a.jsonl", "--held-out", "0.2"],
+            "--task.instructions.held-out does nothing: --valid-source is held out whole",
+        ),
         (options(root, out, "--arm", "lora:target_modules=nosuch"), "does not fit", "nosuch", "query"),
         (options(root, out, "--checkpoint", "./nowhere"), "no model in ./nowhere"),
         (["finetune", "instruct-small", "--out", out, "--checkpoint", root / "vit"], "vit is a vit"),

@@ -122,6 +122,10 @@ def test_device_coordinates_run_from_the_near_plane_to_the_far_one(tmp_path):
     assert problem.evaluate(problem.build(FieldMethod(), generator()))["psnr"] > 0
 
 
+def test_bounds_of_the_demos_scene_are_its_own():
+    assert_refused("near does nothing: the demo's scene has bounds of its own", NerfSettings(near=0.5).prepare)
+
+
 def test_frames_that_no_path_can_be_made_for_are_refused_before_training():
     """Views outwards from one spot: their axes meet where the cameras are."""
     turn = 2 * np.pi * np.arange(4) / 4

@@ -162,8 +162,8 @@ def test_fingerprints_tell_shapes_and_settings_apart():
     same, again = ball_problem(), ball_problem()
     assert same.fingerprint == again.fingerprint
     others = [ball_problem(resolution=25), ball_problem(points=255), ball_problem(field=FieldConfig(width=255))]
-    others.append(OccupancyProblem(trimesh.creation.box(), OccupancySettings(**SMALL)))
-    assert len({each.fingerprint for each in [same, *others]}) == 5
+    others += [ball_problem(loss="squared"), OccupancyProblem(trimesh.creation.box(), OccupancySettings(**SMALL))]
+    assert len({each.fingerprint for each in [same, *others]}) == 6
 
 
 def sampled(mesh, resolution, off_lattice):

@@ -157,7 +157,7 @@ def test_scores_of_likelihoods_and_of_answers_are_kept_apart(tmp_path, monkeypat
 
     monkeypatch.setattr(reproduce_run, "score_model", score)
     trial = Compare(part="tuned", recipe=SimpleNamespace(task=None), arms={}, tasks={"PIQA": "piqa"})
-    arm = SimpleNamespace(own={"name": "lora"}, runs=[{"lr": 1e-3, "seed": 1}])
+    arm = SimpleNamespace(own={"name": "lora"}, runs=[{"lr": 1e-3, "init": "", "head_lr": None, "seed": 1}])
     model_folder(tmp_path, "lora", arm.runs[0]).mkdir(parents=True)
     for _ in range(2):
         for sources, percent in (({}, 60.0), ({"commonsense": "rows"}, 40.0)):

@@ -17,7 +17,7 @@ from nlr_lab.evaluation.harness import score_tasks
 from nlr_lab.evaluation.local_tasks import find_local_tasks
 from nlr_lab.reproduce import nora, nora_arms
 from nlr_lab.reproduce.nora_figures import convergence, grad_cam
-from nlr_lab.reproduce.run import run_table, score_model
+from nlr_lab.reproduce.run import _evaluate, run_table, score_model
 from nlr_lab.reproduce.table import SCALES, Absent, tables
 from nonlinear_lowrank.hub.loading import load_model, load_tokenizer
 from nonlinear_lowrank.methods.rational.parametric import ELU, AReLU, PReLU
@@ -127,6 +127,24 @@ def test_a_tuned_model_is_scored_on_a_folder_of_mmlu(tmp_path):
         "mmlu_stem": 100 * plain["mmlu_local_astronomy"]["acc,none"],
         "mmlu_other": 100 * plain["mmlu_local_anatomy"]["acc,none"],
     }
+
+
+def test_scores_are_kept_by_where_the_questions_came_from(tmp_path, monkeypatch):
+    run = {"seed": 1, "lr": 1e-3, "init": "", "head_lr": 1e-2}
+    own = tmp_path / "runs/NoRA/head-0.01/lr-0.001/seed-1"
+    own.mkdir(parents=True)
+    asked = []
+
+    def score(_task, folder, names, sources, _shots):
+        assert folder == own / "model"
+        asked.append(sources["mmlu"])
+        return dict.fromkeys(names, float(len(asked)))
+
+    monkeypatch.setattr("nlr_lab.reproduce.run.score_model", score)
+    trial = SimpleNamespace(tasks={"MMLU": "mmlu"}, recipe=SimpleNamespace(task=None), shots=None)
+    arm = SimpleNamespace(own={"name": "NoRA"}, runs=[run])
+    found = [_evaluate(trial, tmp_path, arm, {"mmlu": folder})["MMLU"]["value"] for folder in ("a", "b", "a")]
+    assert (found, asked) == ([1.0, 2.0, 1.0], ["a", "b"])
 
 
 @pytest.mark.parametrize("scale", SCALES)

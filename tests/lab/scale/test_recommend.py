@@ -64,7 +64,7 @@ def rungs(saving, *, step_time=1.0, spread=1.0, noise=0.01, tokens=20.0):
                     "compute": compute,
                     "losses": [loss(compute, each) + more for more in apart],
                     "step_time_ratio": {"median": 1.0 if name == "plain" else step_time}
-                    | ({} if spread == 1 else {"low": step_time / spread, "high": step_time * spread}),
+                    | {"low": step_time / spread, "high": step_time * spread},
                 }
                 for name, each in {"plain": 1.0, **saving}.items()
             },
@@ -108,7 +108,7 @@ def test_hours_are_as_uncertain_as_the_steps_that_were_timed():
 
 def test_an_arm_is_timed_at_its_largest_rung_that_was():
     ladder = rungs({"noble": 2.0, "cola": 1.5, "wide": 1.2}, step_time=1.5)
-    ladder[0]["arms"]["cola"]["step_time_ratio"] = {"median": 1.1}
+    ladder[0]["arms"]["cola"]["step_time_ratio"] = {"median": 1.1, "low": 1.0, "high": 1.2}
     for rung in ladder:
         rung["arms"]["wide"]["step_time_ratio"] = None
         if rung["width"] > 32:

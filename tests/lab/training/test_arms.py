@@ -163,8 +163,11 @@ def test_bad_arms(text, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        *(({"settings": {name: 5}}, f"{name} must be a pattern") for name in ("include", "exclude")),
-        ({"settings": {"include": ["q", 1]}}, "include must be a pattern of names, or a list of patterns, got"),
+        *(
+            ({"settings": {name: 5}}, f"{name} must be one pattern of names, got 5; join")
+            for name in ("include", "exclude")
+        ),
+        ({"method": "noble", "settings": {"include": ["q", "k"]}}, "include must be one pattern of names, got"),
         ({"settings": 3}, "must be names with values"),
         ({"name": 3}, "must be strings"),
         ({"qk_norm": 1}, "qk_norm must be true or false"),
