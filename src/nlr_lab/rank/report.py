@@ -225,17 +225,16 @@ class _Tensors:
 
     def __init__(self, *files: Path) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files: dict[str, Path] = {}
+        self._files: dict[str, Any] = {}  # open: to open one again for each tensor reads all names each time
         for file in files:
-            shapes = tensor_shapes(file)
-            with safe_open(file, framework="pt") as opened:
-                for name, shape in shapes.items():
-                    if opened.get_slice(name).get_dtype().startswith(("F", "BF")):
-                        self.shapes[name], self._files[name] = shape, file
+            shapes, opened = tensor_shapes(file), safe_open(file, framework="pt")
+            for name, shape in shapes.items():
+                if opened.get_slice(name).get_dtype().startswith(("F", "BF")):
+                    self.shapes[name], self._files[name] = shape, opened
 
     def get(self, name: str, expert: int | None = None) -> Tensor:
-        with safe_open(self._files[name], framework="pt") as opened:
-            return opened.get_tensor(name) if expert is None else opened.get_slice(name)[expert]
+        opened = self._files[name]
+        return opened.get_tensor(name) if expert is None else opened.get_slice(name)[expert]
 
     def pairs(self, down_end: str, up_end: str) -> Iterator[tuple[str, str, str, tuple[int, int], int]]:
         """Give the layer, the names of up and down, (m, n) and k of factors, which are then not listed again."""

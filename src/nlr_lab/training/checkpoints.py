@@ -41,6 +41,7 @@ from transformers import PreTrainedModel, Trainer
 from nlr_lab.runtime.processes import on_rank_0
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.classes import in_files
+from nonlinear_lowrank.ops.precision import all_finite
 from nonlinear_lowrank.validation import one_line
 
 from . import deepspeed
@@ -176,7 +177,7 @@ def read_weights(folder: Path, model: Any) -> None:
 def is_finite(model: nn.Module) -> bool:
     """Return whether this process's part of all trained weights is finite."""
     trained = [each for each in model.parameters() if each.requires_grad]
-    return all(bool(torch.isfinite(_own_part(each).detach()).all()) for each in trained)
+    return all(all_finite(_own_part(each).detach()) for each in trained)
 
 
 def _without_frozen(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 from torch.utils.data._utils import signal_handling
 from transformers import Trainer, TrainerCallback, set_seed
 
@@ -394,10 +394,16 @@ class RunTrainer(Trainer):
         wait for each other.
         """
         size, world = self.args.per_device_eval_batch_size, self.args.world_size
-        for step in range(math.ceil(len(dataset) / (size * world))):
-            start = (step * world + self.args.process_index) * size
-            items = [dataset[min(index, len(dataset) - 1)] for index in range(start, start + size)]
-            batch = self.prepared.collate(items)
+        steps = range(math.ceil(len(dataset) / (size * world)))
+        starts = [(step * world + self.args.process_index) * size for step in steps]
+        loader: Any = DataLoader(
+            dataset,
+            batch_sampler=[[min(start + each, len(dataset) - 1) for each in range(size)] for start in starts],
+            collate_fn=self.prepared.collate,
+            num_workers=self.args.dataloader_num_workers,
+            generator=torch.Generator(),  # or it would draw from the process's
+        )
+        for start, batch in zip(starts, loader, strict=True):
             yield {name: value.to(self.args.device) for name, value in batch.items()}, max(0, len(dataset) - start)
 
     # --- files ---------------------------------------------------------------------------------------------

@@ -135,6 +135,9 @@ class SineLayer(LoraLayer):
         return isinstance(self, SineLinear) and adapter_name not in self.lora_magnitude_vector
 
 
+_FEW_ROWS = 256  # above so many rows of x, forming the weight takes under a tenth of the time
+
+
 class _Formed(NamedTuple):
     """A weight with adapters in it, and what it was formed from."""
 
@@ -149,16 +152,18 @@ class _ProductLayer(SineLayer):
     """Around linears and convolutions: one product, or the base's and the delta's, each with no more saved than x.
 
     It is one product, with the weight that merging would give, for a plain base and no dropout. In evaluation without
-    gradients that weight is kept, by its adapters, until something that it was formed from changes. Subclasses give
-    `applied`, x through the weight with adapters' deltas (without `base` through the deltas alone), and `multiplied`,
-    x through a weight to the same bits.
+    gradients that weight is kept, by its adapters, until something that it was formed from changes; for an x of many
+    rows it is formed each time. Subclasses give `applied`, x through the weight with adapters' deltas (without `base`
+    through the deltas alone), and `multiplied`, x through a weight to the same bits.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._formed: dict[tuple[str, ...], _Formed] = {}
         super().__init__(*args, **kwargs)
 
-    def _keeps(self, names: Sequence[str]) -> bool:
+    def _keeps(self, x: Tensor, names: Sequence[str]) -> bool:
+        if x.numel() > _FEW_ROWS * x.shape[-1]:
+            return False
         weight = self.base_layer.weight
         changing = torch.is_grad_enabled() or self.training or torch.compiler.is_compiling() or transformed()
         if changing or weight.is_meta or weight.is_inference() or not all(self.cached[name] for name in names):
@@ -191,6 +196,11 @@ class _ProductLayer(SineLayer):
             self._formed[key] = known
         return known.weight
 
+    def merging(self, names: Sequence[str], keep: bool) -> tuple[Sequence[Tensor], Callable[[], None]]:
+        """See `LoraLayer`; drops the kept weights."""
+        self._formed.clear()
+        return super().merging(names, keep)
+
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._formed.clear()  # peft's hotswap reads the state, and then writes to `.data`
         super()._save_to_state_dict(*args, **kwargs)
@@ -215,7 +225,7 @@ class _ProductLayer(SineLayer):
         if torch.is_grad_enabled() or self.training:
             self._formed.clear()
         if not apart and is_plain(base) and getattr(base, "groups", 1) == 1:
-            if self._keeps(names):
+            if self._keeps(x, names):
                 return self.multiplied(x, self.formed(names), self.with_bias(base.bias, names))
             return self.applied(x, base.weight, self.with_bias(base.bias, names), names, base=True)
         y = self.based(x, *args, **kwargs)

@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import MultiplierLayer, Role
 from nonlinear_lowrank.methods.matrix import is_hooked, matrix_of
+from nonlinear_lowrank.ops.precision import all_finite
 
 from .config import BASE_ROWS, AdapterConfig
 from .quantized import backend_of, keep_unpacked
@@ -142,7 +143,7 @@ class AdapterLayer(MultiplierLayer, nn.Module, BaseTunerLayer):
 
     def _checked_merging(self, names: Sequence[str], *, check: bool, keep: bool) -> Callable[[], None]:
         tensors, put = self.merging(sorted({*self.merged_adapters, *names}), keep)
-        if check and not all(each.isfinite().all() for each in tensors):
+        if check and not all(map(all_finite, tensors)):
             raise UserError(
                 f"NaNs detected in the merged weights. The adapter {' or '.join(names)} seems to be broken: the sum is "
                 "not finite; none is merged"

@@ -21,7 +21,7 @@ from .storage import CARD, read_json, versions
 _PEFT_TEMPLATE = "# Model Card for Model ID"  # peft's own card from here on, which says nothing
 _PEFT_LOADING = re.compile(r"## Loading\n\n```python\n.*?\n```\n?", re.DOTALL)  # of our configs, which know less
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_UNSAFE = re.compile(r"[^\w. /-]")  # Markdown, HTML and control characters in a stranger's names
+_UNSAFE = re.compile(r"[^\w. /:,=+-]")  # Markdown, HTML and control characters in a stranger's names
 # Fields of an adapter's config for peft alone.
 _NOT_SETTINGS = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"}
 _PIPELINES = {

@@ -179,6 +179,7 @@ def _round(model: Any, main: torch.dtype, types: Mapping[str, torch.dtype]) -> N
     kept = {name: saved[name].to(dtype) for name, dtype in types.items() if name in saved}
     # Rotary frequencies and their like: loading recomputes them, in float32.
     kept |= {name: buffer.detach() for name, buffer in model.named_buffers() if name not in saved}
+    del saved  # the weights before, which would stay beside the cast ones
     model.to(main)
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
         if name in kept:

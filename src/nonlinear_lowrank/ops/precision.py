@@ -8,15 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .plain import exporting
-
 
 def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context without autocast on the tensor's device."""
     device = tensor.device.type
-    if device == "meta" or (exporting() and not torch.is_autocast_enabled(device)):
-        return contextlib.nullcontext()  # an exported program would have a call in place of the block's formula
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext()  # a block takes time, and an exported program would have a call in its place
     return torch.autocast(device, enabled=False)
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Return whether all values are finite, by the least and the largest: no copy is made, and NaN is both."""
+    if tensor.numel() == 0 or tensor.is_complex():
+        return bool(tensor.isfinite().all())
+    return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 _PRECISION_LOCK = threading.Lock()

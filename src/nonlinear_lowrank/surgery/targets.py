@@ -311,7 +311,13 @@ class Bypass(NamedTuple):
 def bypassed_linears(model: nn.Module) -> dict[str, Bypass]:
     """Return the modules whose weight or bias the code around them takes as a tensor, by whole name."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    taken = {name: _tensors_taken(module) for name, module in modules.items()}
+    by_class: dict[Any, Any] = {}  # adapters bring many modules of few classes
+    taken = {}
+    for name, module in modules.items():
+        key = type(module), vars(module).get("forward")
+        if key not in by_class:
+            by_class[key] = _tensors_taken(module)
+        taken[name] = by_class[key]
     found = {}
     for name, module in modules.items():
         if not name or next(module.children(), None) is not None:

@@ -121,8 +121,8 @@ def test_unreadable_images_are_named_and_counted_and_training_goes_on(tmp_path, 
     record = json.loads((tmp_path / "run" / "result.json").read_text())
     assert record["data"]["unreadable_images"] == 2
     named = [str(each.message) for each in recwarn]
-    assert sum("ant/1.png" in text for text in named) == 1, "once, however often it is evaluated"
     if not workers:  # else they warn on their own stderr
+        assert sum("ant/1.png" in text for text in named) == 1, "once, however often it is evaluated"
         assert sum("train/bee/3.png" in text for text in named) == 1
     # Seven test images are left, so the accuracy is a number of sevenths.
     assert result.score * 7 == pytest.approx(round(result.score * 7), abs=1e-9)

@@ -99,6 +99,17 @@ def test_weights_are_kept_until_something_changes(kind, dora, tmp_path):
     assert cached_bytes(model) == 0
 
 
+def test_no_weight_is_kept_for_many_rows_or_a_merged_one():
+    model, x = adapted("linear"), torch.randn(300, 12)
+    with torch.no_grad():
+        whole = model(x)
+        assert cached_bytes(model) == 0
+        torch.testing.assert_close(model(x[:256]), whole[:256])
+    assert cached_bytes(model) > 0
+    model.merge_adapter()
+    assert cached_bytes(model) == 0
+
+
 def test_no_more_weights_are_kept_than_asked_for():
     model, x = adapted("linear", cached_weights=2), inputs("linear")
     for name in ("b", "c"):

@@ -32,7 +32,7 @@ def card_of(folder, *words):
 
 def test_a_strangers_names_are_no_markup():
     assert shown_name("a/b-c.d") == "a/b-c.d"
-    assert shown_name("/models/x\x1b[1m](javascript:alert)<b>\n# y") == "x__1m__javascript_alert__b___ y"
+    assert shown_name("/models/x\x1b[1m](javascript:alert)<b>\n# y") == "x__1m__javascript:alert__b___ y"
     assert shown_name("/cache/models--a--b](c)/snapshots/1") == "a/b__c_"
 
 

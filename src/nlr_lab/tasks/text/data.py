@@ -137,7 +137,8 @@ class Corpus:
             else:
                 parts.append(line)
                 held += len(line)
-                check_held(held, most, f"a document of {path}")
+                if held > most:
+                    check_held(held, most, f"a document of {path}")
         yield "".join(parts)
 
     def _json_lines(self, path: Path) -> Iterator[Document]:
@@ -272,7 +273,8 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
     most = half_of_free()
     with _reading(path), _open(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(most + 1), b""), 1):
-            check_held(len(line), most, f"line {number} of {path}")
+            if len(line) > most:
+                check_held(len(line), most, f"line {number} of {path}")
             if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                 raise UserError(f"{path} is UTF-16; convert it to UTF-8 first")
             if b"\0" in line:
