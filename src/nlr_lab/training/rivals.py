@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from nlr_lab.tasks.text.language_model import DenseInit
 from nonlinear_lowrank.errors import UserError
@@ -90,7 +89,7 @@ class Sltrain(LowRank):
         return SparseLowRankLinear(old, rank, settings["density"], settings["scale"])
 
 
-class SparseLowRankLinear(nn.Module):
+class SparseLowRankLinear(nn.Linear):
     """A linear whose weight is low-rank and sparse parts together, formed in each forward pass.
 
     | tensor              | init                                   |
@@ -103,8 +102,8 @@ class SparseLowRankLinear(nn.Module):
     places: Tensor
 
     def __init__(self, old: nn.Linear, rank: int, density: float, scale: float) -> None:
-        super().__init__()
-        d_out, d_in = old.weight.shape
+        nn.Module.__init__(self)
+        d_out, d_in = self.out_features, self.in_features = old.weight.shape
         like: dict[str, Any] = {"device": old.weight.device}
         count = max(1, round(density * d_out * d_in))
         self.scale, self.bias = scale, old.bias
@@ -115,8 +114,8 @@ class SparseLowRankLinear(nn.Module):
         nn.init.uniform_(self.values, -(d_in**-0.5), d_in**-0.5)
         self.register_buffer("places", torch.randperm(d_out * d_in, **like)[:count])
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (..., d_out) of x (..., d_in)."""
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The formed weight (d_out, d_in)."""
         low = self.scale * (self.factor_B @ self.factor_A)
-        weight = low.flatten().index_add(0, self.places, self.values.to(low.dtype)).view_as(low)
-        return functional.linear(x, weight, self.bias)
+        return low.flatten().index_add(0, self.places, self.values.to(low.dtype)).view_as(low)

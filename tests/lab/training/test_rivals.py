@@ -9,6 +9,7 @@ from model_helpers import batch
 from nlr_lab.compare.model_trials import forward_flops
 from nlr_lab.training import Arm
 from nlr_lab.training.arms import apply_arm, build_model, optimizer_groups
+from nonlinear_lowrank.analysis.cost import model_cost
 from refusals import assert_refused
 from training_helpers import FakeText, make_recipe
 
@@ -87,3 +88,9 @@ def test_cola_costs_fewer_flops():
 
 def test_refuses_models_without_plain_linears():
     assert_refused("takes plain linears", Arm.parse("cola").apply, built("sltrain"))
+
+
+def test_the_modules_alone_tell_what_sltrain_costs():
+    plain, other = (model_cost(built(text), 16) for text in ("baseline", "sltrain"))
+    assert other.flops == plain.flops
+    assert other.parameters < plain.parameters
