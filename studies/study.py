@@ -117,7 +117,8 @@ def kept_runs(folder: Path, work: Path) -> Iterator[None]:
     """Keep a long study's finished runs in `folder`, without weights, also when it is interrupted.
 
     Those that `work` lacks are unpacked first, so that another machine can continue and none is lost; a result that was
-    deleted from a run's folder stays deleted, to be recreated. Of training losses, only drawn, four digits are kept.
+    deleted from a run's folder stays deleted, to be recreated. Of training losses, only drawn, four digits are kept, of
+    other curves nine.
     """
     archive, part = folder / _RUNS, folder / f"{_RUNS}.part"
     if archive.exists():
@@ -134,7 +135,9 @@ def kept_runs(folder: Path, work: Path) -> Iterator[None]:
                     text = _FOLDERS.sub(b'".../', file.read_bytes())
                     if file.name == RESULT:
                         data = json.loads(text)
-                        data["train_curve"] = [(step, float(f"{loss:.4g}")) for step, loss in data["train_curve"]]
+                        for curve in filter(data.get, ("curve", "metric_curve", "score_curve", "train_curve")):
+                            digits = 4 if curve == "train_curve" else 9
+                            data[curve] = [(step, float(f"{value:.{digits}g}")) for step, value in data[curve]]
                         text = json.dumps(data).encode()
                     entry = tarfile.TarInfo(file.relative_to(work).as_posix())
                     entry.size = len(text)

@@ -256,10 +256,11 @@ def test_command_of_a_recipe(capsys):
     out = succeed(capsys, "recommend", "llm-demo", "--budget", "5%")
     assert "791,680 parameters outside embeddings" in out
     assert "above the budget" in out
-    assert len(re.findall(r" \d\.\d\d \(\d+\) ", out)) == 5, "a step time and its width for each arm"
+    assert len(re.findall(r" \d\.\d\d \(\d+\) ", out)) == 8, "a step time and its width for each arm"
     assert "Hours unknown" not in out
     told = json.loads(succeed(capsys, "recommend", "llm-demo", "--json"))
-    assert {each["arm"] for each in told["choices"]} == {"noble", "muon", "noble-muon", "cola", "wide"}
+    arms = {"stock", "wide", "noble", "muon", "noble-muon", "query", "cola", "sltrain"}
+    assert {each["arm"] for each in told["choices"]} == arms
 
 
 def test_command_of_a_trained_model_and_a_ladder_of_ones_own(capsys, tmp_path):
