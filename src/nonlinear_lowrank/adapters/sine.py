@@ -162,11 +162,11 @@ class _ProductLayer(SineLayer):
         super().__init__(*args, **kwargs)
 
     def _keeps(self, x: Tensor, names: Sequence[str]) -> bool:
-        if x.numel() > _FEW_ROWS * x.shape[-1]:
-            return False
         weight = self.base_layer.weight
         changing = torch.is_grad_enabled() or self.training or torch.compiler.is_compiling() or transformed()
         if changing or weight.is_meta or weight.is_inference() or not all(self.cached[name] for name in names):
+            return False
+        if x.numel() > _FEW_ROWS * x.shape[-1]:
             return False
         if tuple(names) in self._formed:  # its factors were checked when it was formed
             return True
