@@ -57,7 +57,8 @@ def provenance(threads: int | None = None) -> dict[str, Any]:
 
 
 def git_state(folder: Path | None = None) -> dict[str, Any] | None:
-    """Return the commit of a folder's (or the working directory's) checkout, and whether a tracked file differs.
+    """Return the commit of a folder's (or the working directory's) checkout, and whether a tracked file differs, those
+    inside submodules left out.
 
     None where there is no git, no repository or no commit. Runs none of the repository's own programs, filters either.
     """
@@ -68,7 +69,7 @@ def git_state(folder: Path | None = None) -> dict[str, Any] | None:
         done = subprocess.run(quiet, cwd=folder, env=lockless, capture_output=True, text=True, timeout=30, check=True)
         return done.stdout.strip()
 
-    # A checkout's settings may name programs that watch or filter its files: not ours to start.
+    # A checkout's settings, and those of a submodule, may name programs that watch or filter files: not ours to start.
     off = ["core.fsmonitor=false", "core.hooksPath="]
     try:
         commit = ask("rev-parse", "--verify", "HEAD")
@@ -77,7 +78,7 @@ def git_state(folder: Path | None = None) -> dict[str, Any] | None:
         if any("=" in name for name in filters):  # could not be switched off
             return None
         off += [f"{name}={'false' if name.endswith('.required') else ''}" for name in filters]
-        return {"commit": commit, "dirty": bool(ask("status", "--porcelain", "--untracked-files=no"))}
+        return {"commit": commit, "dirty": bool(ask("status", "--porcelain", "-uno", "--ignore-submodules=dirty"))}
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
 

@@ -34,6 +34,25 @@ def test_deterministic_sets_every_switch_and_puts_all_back(monkeypatch):
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
+def test_git_state_runs_no_program_of_a_submodule(tmp_path):
+    inner, outer, spy = (tmp_path / name for name in ("inner", "outer", "spy.sh"))
+    spy.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    spy.chmod(0o755)
+    for folder in (inner, outer):
+        folder.mkdir()
+        git(folder, "init", "-q")
+        (folder / "a").write_text("1")
+        git(folder, "add", "a")
+        git(folder, "commit", "-qm", "one")
+    git(outer, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(inner), "part")
+    git(outer, "commit", "-qm", "two")
+    git(outer / "part", "config", "filter.spy.clean", str(spy))
+    (outer / ".git/modules/part/info/attributes").write_text("a filter=spy\n")
+    os.utime(outer / "part/a", (1, 1))
+    assert git_state(outer) == {"commit": git(outer, "rev-parse", "HEAD"), "dirty": False}
+    assert not (tmp_path / "ran").exists()
+
+
 def test_git_state_of_any_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     assert git_state(tmp_path) is None  # no repository
