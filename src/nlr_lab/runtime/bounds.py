@@ -1,4 +1,4 @@
-"""Files that a user gives, read within bounds, and pictures of any format and depth as 8 bits a channel.
+"""Files that a user gives, read within bounds, and pictures of any depth as 8 bits a channel.
 
 What their headers claim is checked against their sizes and the free memory before anything is allocated.
 No pickle is ever read.
@@ -94,11 +94,14 @@ def check_held(nbytes: int, most: int, what: str) -> None:
 
 
 def open_image(file: Any) -> Any:
-    """Open a picture by PIL; not EPS, for which Pillow starts Ghostscript, whatever the file is called."""
+    """Open a picture by PIL; UserError for EPS, whatever the file is called: loading it would start Ghostscript."""
     from PIL import Image
 
-    Image.init()
-    return Image.open(file, formats=[each for each in Image.ID if each != "EPS"])
+    image = Image.open(file)
+    if image.format == "EPS":
+        image.close()
+        raise UserError("it is EPS, a program and no picture; convert it to PNG")
+    return image
 
 
 def eight_bits(image: Any) -> Any:

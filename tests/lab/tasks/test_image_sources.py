@@ -171,7 +171,7 @@ def test_no_picture_is_given_to_ghostscript(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     file = tmp_path / "a.png"
     file.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n%%EOF\n")
-    assert_refused("cannot read the image", read_pixels, file)
+    assert_refused("a.png: it is EPS, a program and no picture; convert it to PNG", read_pixels, file)
     assert not (tmp_path / "ran").exists()
 
 
