@@ -398,6 +398,7 @@ def test_lora_stays_where_nora_does_not_fit():
         ({"use_dora": True}, "use_dora"),
         ({"rank_pattern": {"k_proj": 2}}, "rank_pattern"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"init_lora_weights": "OLoRA"}, "init_lora_weights"),
         (None, "NLR_NORA"),
     ],
 )

@@ -37,7 +37,7 @@ from .sites import Survey, survey
 _NOT_PLAIN = (
     "use_dora", "use_rslora", "lora_bias", "target_parameters", "rank_pattern", "alpha_pattern", "layer_replication",
 )  # fmt: skip
-_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # these change the base's weights
+_INITS = (True, False, "gaussian", "orthogonal", "eva", "mica")  # the others change the base's weights
 __all__ = ["NoraActivation", "NoraConfig", "NoraModel", "lora_to_nora"]
 
 
@@ -249,7 +249,7 @@ def lora_to_nora(model: PeftModel, adapter_name: str = "default", **settings: An
     layers = {name: each for name, each in model.get_base_model().named_modules() if isinstance(each, LoraLayer)}
     unfit = [name for name in _NOT_PLAIN if getattr(config, name, None)]
     unfit += [name for name, layer in layers.items() if type(layer) is not lora.Linear][:1]
-    unfit += ["init_lora_weights"] * str(getattr(config, "init_lora_weights", "")).startswith(_CHANGING_INITS)
+    unfit += ["init_lora_weights"] * (getattr(config, "init_lora_weights", True) not in _INITS)
     unfit += ["a merged adapter"] * any(layer.merged for layer in layers.values())
     if type(config) is not LoraConfig or unfit:
         raise UserError(
