@@ -81,7 +81,7 @@ class SineLoraConfig(NamedConfig, LoraConfig):
     and the norm still of W + D. Evaluated and merged it has the sine of the weight, as there: the two functions differ.
     For linears only."""
     cached_weights: int = 4
-    """Number of weights with adapters in them that a layer keeps in evaluation of up to 256 tokens at once, one for
+    """Number of weights with adapters in them that a layer keeps in evaluation of up to 1,024 tokens at once, one for
     each adapter called; a generated token then costs as with a merged model. Each is as large as the layer's weight.
     0: none."""
 
