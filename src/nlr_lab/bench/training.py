@@ -38,7 +38,8 @@ def _attention_backward(dy: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> 
 
 
 UNKNOWN_TO_TORCH: dict[Any, Callable[..., int]] = {
-    torch.ops.aten.addmm_: lambda total, left, right, **_: 2 * left[0] * left[1] * right[1]
+    torch.ops.aten.addmm_: lambda total, left, right, **_: 2 * left[0] * left[1] * right[1],
+    torch.ops.aten._grouped_mm: lambda rows, weights, *_, **__: 2 * rows[0] * rows[1] * weights[2],
 }
 """FLOPs of operators unknown to torch's counter, by the shapes of their arguments; attention counts whole, as there."""
 for _name in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):

@@ -125,12 +125,8 @@ def forward_flops(model: nn.Module, recipe: Recipe, prepared: Any) -> float | No
 def _count_flops(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     inputs = {name: value for name, value in batch.items() if name != "labels"}
 
-    # Products of rows with the matrix of their expert.
-    def grouped(rows: torch.Size, weights: torch.Size, *_: Any, **__: Any) -> int:
-        return 2 * rows[0] * rows[1] * weights[2]
-
-    known = dict.fromkeys((torch.ops.aten._grouped_mm, torch.ops.transformers.grouped_mm_fallback), grouped)
-    counter = FlopCounterMode(display=False, custom_mapping={**UNKNOWN_TO_TORCH, **known})
+    fallback = {torch.ops.transformers.grouped_mm_fallback: UNKNOWN_TO_TORCH[torch.ops.aten._grouped_mm]}
+    counter = FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH | fallback)
     try:
         with torch.no_grad(), counter:
             model.eval()(**inputs)
