@@ -292,7 +292,7 @@ class _Session:
             return any(self._of_arm(arm, steps).glob(f"{choice}/seed-{seed}/{RESULT}"))
 
         def diverged(run: Path) -> bool:
-            found = self._read(run, self.plan.choices[arm.name][0], tuning_seed)
+            found = self._read(run, self.plan.choices[arm.name][0], tuning_seed)  # any choice: its loss alone is read
             return found is not None and found.final_loss is None
 
         found = []

@@ -82,10 +82,8 @@ class OccupancyProblem:
                 stacklevel=2,
             )
         self.lattice = LatticePoints(self.grid.inside, settings.surface_share, settings.surface_band)
-        drawn = settings.points, settings.surface_share, settings.surface_band
+        drawn = settings.points, settings.surface_share, settings.surface_band, settings.loss
         digest = hashlib.sha256(f"{drawn} {settings.field}".encode())
-        if settings.loss != OccupancySettings.loss:  # the default's fits keep theirs
-            digest.update(settings.loss.encode())
         for grid in (self.grid, self.held_out):
             digest.update(np.packbits(grid.inside).tobytes())
         self.fingerprint = digest.hexdigest()

@@ -102,7 +102,7 @@ class SparseLowRankLinear(nn.Linear):
     places: Tensor
 
     def __init__(self, old: nn.Linear, rank: int, density: float, scale: float) -> None:
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)  # nn.Linear's own would make a weight
         d_out, d_in = self.out_features, self.in_features = old.weight.shape
         like: dict[str, Any] = {"device": old.weight.device}
         count = max(1, round(density * d_out * d_in))

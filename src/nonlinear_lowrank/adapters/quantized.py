@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from peft.utils.quantization_utils import QuantizationBackend, resolve_quantization_backend
 from torch import Tensor, nn
 
@@ -76,7 +77,7 @@ class Kept:
         copied.quant_state.to(device)
         return copied
 
-    def weight(self, device: Any) -> Tensor:
+    def weight(self, device: torch.device) -> Tensor:
         """Return the weight in float, on a device; not to be written to."""
         if self._backend is None:
             return self._weight.to(device)

@@ -1,4 +1,4 @@
-"""The types in which operators compute."""
+"""The types in which operators compute, and whether their results are finite."""
 
 import contextlib
 import threading
