@@ -5,6 +5,11 @@ import lzma
 import re
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 import finetune_helpers as kit
 from nlr_lab.tasks.finetune.instructions import (
@@ -100,7 +105,14 @@ def test_every_kind_of_file_gives_the_same(tmp_path):
         ({"instruction": "x", "output": "y", "input": ["z"]}, "record needs"),
         ({"prompt": "x", "completion": [{"role": "user", "content": "x"}]}, "record needs"),
         ({"messages": "x"}, "record needs"),
-        ({"messages": [{"role": "user"}]}, "a message needs the texts role and content; it is {'role': 'user'}"),
+        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "a message needs the texts role and content"),
+        ({"messages": CHAT, "tools": "weather"}, "record's tools are not JSON"),
+        ({"messages": CHAT, "tools": {"name": "weather"}}, "tools are a list, or one as JSON, not {'name'"),
+        ({"messages": CHAT, "chat_template_kwargs": ["x"]}, "chat_template_kwargs are an object, not ['x']"),
+        (
+            {"messages": [{"role": "user"}]},
+            "a message needs the texts role and content, or tool_calls; it is {'role'",
+        ),
         (["x"], "record needs"),
     ],
 )
@@ -139,6 +151,48 @@ def test_docstrings_of_the_standard_library_are_embedded():
 def encoded(tokenizer, *example):
     ((tokens, mask),) = encode(tokenizer, [Example(*example)])
     return tokenizer.decode(tokens), tokenizer.decode(tokens[mask])
+
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"place": "mat"}}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+USED = [
+    {"role": "user", "content": "the mat?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "look"},
+    {"role": "tool", "content": "red", "name": "weather", "tool_calls": None},
+    {"role": "assistant", "content": "it is red"},
+]
+
+
+def test_chats_keep_their_tools_and_thoughts(tmp_path):
+    thoughtful = {"enable_thinking": False}
+    records = [
+        {"messages": USED, "tools": [TOOL]},
+        {"messages": USED[:2], "tools": json.dumps([TOOL]), "chat_template_kwargs": thoughtful},
+        {"prompt": USED[:1], "completion": USED[1:2], "tools": None, "chat_template_kwargs": None},
+    ]
+    whole, first, pair = examples(write(tmp_path / "a.jsonl", records))
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL], "reasoning_content": "look"}
+    heard = {"role": "tool", "content": "red", "name": "weather"}
+    assert whole == Example([USED[0], called, heard, USED[3]], options={"tools": [TOOL]})
+    assert first == Example([USED[0], called], options={"tools": [TOOL], **thoughtful})
+    assert pair == Example([USED[0], called], given=1)
+
+
+def test_templates_that_pass_tools_over_are_refused(tokenizer):
+    listing = "tokenizer's chat template shows no tools; choose a model whose template does"
+    assert_refused(listing, encoded, tokenizer, CHAT, "", 0, {"tools": [TOOL]})
+    assert_refused("shows no tool_calls", encoded, tokenizer, [{"content": ""} | each for each in USED])
+    plain = "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"
+    # Of two templates, the one for tools is used where a record has some.
+    tools = plain + "{% if tools %}{{ tools[0]['function']['name'] }}{% endif %}"
+    tokenizer.chat_template = {"default": plain, "tool_use": tools}
+    assert "[UNK]" in encoded(tokenizer, CHAT[:2], "", 0, {"tools": [TOOL]})[0]
+    assert "[UNK]" not in encoded(tokenizer, CHAT[:2])[0]
+    tokenizer.chat_template = "{{ raise_exception('no system turn') }}"
+    assert_refused(r"chat template fails on \[\{'role': 'user'.*: no system turn", encoded, tokenizer, CHAT[:2])
+    tokenizer.chat_template = plain
+    twice = "fails on .* multiple values for keyword argument 'chat_template'"
+    assert_refused(twice, encoded, tokenizer, CHAT[:2], "", 0, {"chat_template": "x"})
 
 
 def test_only_answers_and_their_ends_are_learned(tokenizer):
@@ -234,6 +288,40 @@ def test_learned_tokens_are_those_of_trl(tmp_path):
     for mine, row in zip(range(len(ours)), theirs, strict=True):
         assert ours.ids[mine].tolist() == row["input_ids"]
         assert ours.labels[mine].tolist() == row["labels"]
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_learned_tokens_of_tool_chats_are_those_of_trl(tmp_path):
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl import SFTConfig, SFTTrainer
+    from trl.chat_template_utils import qwen3_chat_template
+
+    checkpoint = kit.language_model(tmp_path / "model")
+    letters = Tokenizer(BPE(vocab={each: at for at, each in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]))
+    letters.pre_tokenizer, letters.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="<|im_end|>", pad_token="<|pad|>")
+    tokenizer.chat_template = qwen3_chat_template
+    called = [{name: each for name, each in turn.items() if each is not None} for turn in USED]
+    called[1]["content"] = ""
+    rows = [
+        {"messages": called, "tools": [TOOL]},
+        {"messages": called[:2], "chat_template_kwargs": {"enable_thinking": False}},
+        {"messages": CHAT},
+    ]
+    for row in rows:
+        path = write(tmp_path / "rows.jsonl", [row])
+        ours, _ = tokenize(tokenizer, path, "chat", 4096)
+        about = {"output_dir": str(tmp_path / "trl"), "report_to": [], "use_cpu": True, "bf16": False}
+        how = {"max_length": None, "assistant_only_loss": True, "shuffle_dataset": False}
+        data = {"train_dataset": Dataset.from_list([row]), "processing_class": tokenizer}
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        (theirs,) = SFTTrainer(model, SFTConfig(**about, **how), **data).train_dataset
+        assert ours.ids[0].tolist() == theirs["input_ids"]
+        assert ours.labels[0].tolist() == theirs["labels"]
+        text = tokenizer.decode(ours.ids[0][ours.labels[0] != -100])
+        assert ("<tool_call>" in text) == ("tool_calls" in str(row)), text
+        assert ("<tools>" in tokenizer.decode(ours.ids[0])) == ("tools" in row)
 
 
 def test_tokenizers_and_rows_that_do_not_serve(tmp_path):

@@ -13,18 +13,21 @@ Records come out of JSON, JSON lines and `datasets`:
 | plain    | prompt, completion (texts or lists of messages)              |
 | chat     | messages [{role, content}], or conversations [{from, value}] |
 
-A record of the wrong form is refused with its place. Empty ones are not an error: they are counted.
+A chat's template also gets what else its messages hold (tool_calls, reasoning_content), and its record's tools (a list,
+or one as JSON) and chat_template_kwargs. A record of the wrong form is refused with its place. Empty ones are not an
+error: they are counted.
 """
 
 import ast
 import functools
 import hashlib
 import itertools
+import json
 import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,10 +164,12 @@ class InstructionTask(FinetuneTask):
 class Example:
     """A question and its answer: two texts, or a conversation, whose answers of the assistant are all learned."""
 
-    prompt: str | list[dict[str, str]]
+    prompt: str | list[dict[str, Any]]
     answer: str = ""
     given: int = 0
     """Messages of a conversation that are asked, answers in them included."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What a conversation's template gets beside the messages, such as tools."""
 
 
 def read_examples(source: str, template: str, rows: int | None = None) -> Iterator[Example | str]:
@@ -204,10 +209,9 @@ def _docstrings() -> Iterator[dict[str, str]]:
 def _example(record: Any, template: str, where: str) -> Example | str:
     match record:
         case {"messages": list(messages)} | {"conversations": list(messages)}:
-            return _chat(messages, where)
+            return _chat(messages, record, where)
         case {"prompt": list(question), "completion": list(reply)}:
-            example = _chat(question + reply, where)
-            return replace(example, given=len(question)) if isinstance(example, Example) else example
+            return _chat(question + reply, record, where, given=len(question))
         case {"prompt": str(prompt), "completion": str(answer)}:
             example = _asked(prompt, "", answer, template) if template == "chat" else Example(prompt, answer)
         case {"instruction": str(prompt), "output": str(answer)} if isinstance(record.get("input") or "", str):
@@ -237,19 +241,37 @@ def _asked(instruction: str, context: str, answer: str, template: str, system: s
     return Example(asked + "\n\n", answer)
 
 
-def _chat(messages: list[Any], where: str) -> Example | str:
+def _chat(messages: list[Any], record: dict[str, Any], where: str, given: int = 0) -> Example | str:
     turns = []
     for message in messages:
         match message:
-            case {"role": str(role), "content": str(content)}:
-                turns.append({"role": role, "content": content})
+            case {"role": str(), "content": str()} | {"role": str(), "tool_calls": [_, *_]}:
+                # Rows of `datasets` have None in all fields that other rows have.
+                turns.append({"content": ""} | {name: each for name, each in message.items() if each is not None})
             case {"from": str(name), "value": str(content)} if name in _ROLES:
                 turns.append({"role": _ROLES[name], "content": content})
             case _:
-                raise UserError(f"{where}: a message needs the texts role and content; it is {str(message)[:100]}")
-    if not any(turn["content"].strip() for turn in turns if turn["role"] == "assistant"):
+                what = "a message needs the texts role and content, or tool_calls"
+                raise UserError(f"{where}: {what}; it is {str(message)[:100]}")
+    answers = (turn for turn in turns if turn["role"] == "assistant")
+    if not any(turn["content"].strip() or "tool_calls" in turn for turn in answers):
         return "empty answer"
-    return "empty prompt" if turns[0]["role"] == "assistant" else Example(turns)
+    if turns[0]["role"] == "assistant":
+        return "empty prompt"
+    return Example(turns, given=given, options=_template_options(record, where))
+
+
+def _template_options(record: dict[str, Any], where: str) -> dict[str, Any]:
+    tools, options = record.get("tools"), record.get("chat_template_kwargs") or {}
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools
+    except ValueError as error:
+        raise UserError(f"{where}: a record's tools are not JSON: {error}") from error
+    if tools and not isinstance(tools, list):
+        raise UserError(f"{where}: a record's tools are a list, or one as JSON, not {str(tools)[:100]}")
+    if not isinstance(options, dict):
+        raise UserError(f"{where}: a record's chat_template_kwargs are an object, not {str(options)[:100]}")
+    return {**({"tools": tools} if tools else {}), **options}
 
 
 def tokenize(
@@ -289,31 +311,54 @@ def _content(ids: np.ndarray, labels: np.ndarray) -> bytes:
 
 def encode(tokenizer: Any, examples: Iterable[Example]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield of each example its tokens (T,) int32 and whether each is learned (T,). A tokenizer that has no chat
-    template is given one where it is needed."""
-    apply: Any = functools.partial(tokenizer.apply_chat_template, tokenize=True, return_dict=True)
-    template: str | None = None
+    template is given one where it is needed. Raise UserError where a template fails, or shows no tools."""
+    template_for = functools.cache(functools.partial(_chat_template, tokenizer))
     for example in examples:
         if isinstance(example.prompt, str):
             end = "" if example.answer.endswith(tokenizer.eos_token) else tokenizer.eos_token
             prompt = tokenizer(text=example.prompt)["input_ids"]
             whole = tokenizer(text=f"{example.prompt}{example.answer}{end}")["input_ids"]
-        elif re.search(r"\{%-?\s*generation\b", template := template or _chat_template(tokenizer)):
-            made = apply(example.prompt, chat_template=template, return_assistant_tokens_mask=True)
+            yield _behind(prompt, whole)
+            continue
+        template = template_for("tools" in example.options)
+        apply: Any = functools.partial(_apply_template, tokenizer, template, example.options)
+        if re.search(r"\{%-?\s*generation\b", template):
+            made = apply(example.prompt, return_assistant_tokens_mask=True)
             learned = np.array(made["assistant_masks"], dtype=bool)
             if example.given:
-                asked = apply(example.prompt[: example.given], chat_template=template)["input_ids"]
+                asked = apply(example.prompt[: example.given])["input_ids"]
                 learned[: _common(asked, made["input_ids"])] = False
             yield np.array(made["input_ids"], dtype=np.int32), learned
             continue
-        else:
-            *earlier, last = (index for index, each in enumerate(example.prompt) if each["role"] == "assistant")
-            if any(index >= example.given for index in earlier):
-                fix = "mark them with {% generation %} in the template"
-                warnings.warn(f"the chat template marks no answers: only a chat's last is learned; {fix}", stacklevel=2)
-            prompt = apply(example.prompt[:last], add_generation_prompt=True)["input_ids"]
-            whole = apply(example.prompt[: last + 1])["input_ids"]
-        # As trl does: the answer begins where the tokens of the prompt and those of the whole part.
-        yield np.array(whole, dtype=np.int32), np.arange(len(whole)) >= _common(prompt, whole)
+        *earlier, last = (index for index, each in enumerate(example.prompt) if each["role"] == "assistant")
+        if any(index >= example.given for index in earlier):
+            fix = "mark them with {% generation %} in the template"
+            warnings.warn(f"the chat template marks no answers: only a chat's last is learned; {fix}", stacklevel=2)
+        asked = apply(example.prompt[:last], add_generation_prompt=True)["input_ids"]
+        yield _behind(asked, apply(example.prompt[: last + 1])["input_ids"])
+
+
+def _behind(prompt: list[int], whole: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens, and which are learned: as trl does, from where those of the prompt and of the whole part."""
+    return np.array(whole, dtype=np.int32), np.arange(len(whole)) >= _common(prompt, whole)
+
+
+def _apply_template(
+    tokenizer: Any, template: str, options: dict[str, Any], messages: list[dict[str, Any]], **how: Any
+) -> Any:
+    """Return what the chat template makes of messages; raise UserError where it fails, or shows no tools."""
+    from jinja2 import TemplateError
+
+    for name in ("tools", "tool_calls"):
+        used = name in options or any(name in message for message in messages)
+        if used and not re.search(rf"\b{name}\b", template):
+            raise UserError(f"the tokenizer's chat template shows no {name}; choose a model whose template does")
+    try:
+        return tokenizer.apply_chat_template(
+            messages, chat_template=template, tokenize=True, return_dict=True, **how, **options
+        )
+    except (TemplateError, TypeError) as error:
+        raise UserError(f"the chat template fails on {str(messages)[:100]}: {error}") from error
 
 
 def _common(one: list[int], other: list[int]) -> int:
@@ -321,12 +366,13 @@ def _common(one: list[int], other: list[int]) -> int:
     return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
 
 
-def _chat_template(tokenizer: Any) -> str:
+def _chat_template(tokenizer: Any, tools: bool) -> str:
     """Return a template that marks the assistant's words, or the tokenizer's own where trl has no marked twin of it."""
     if tokenizer.chat_template is None:
         tokenizer.chat_template = _CHAT_TEMPLATE
         return _CHAT_TEMPLATE
-    trl, own = require("instruct", "trl"), str(tokenizer.chat_template)
+    trl = require("instruct", "trl")
+    own: str = tokenizer.get_chat_template(tools=[{}] if tools else None)  # some have one of their own for tools
     try:
         return trl.get_training_chat_template(tokenizer) or own
     except ValueError:
