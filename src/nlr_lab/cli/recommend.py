@@ -110,7 +110,7 @@ def _table(found: Any) -> str:
     for each in found.choices:
         time = "-" if each.step_time is None else f"{each.step_time:.2f} ({each.timed_width})"
         costs = f"{100 * each.parameters:+.1f} %", f"{100 * each.flops:+.1f} %", time
-        note = "" if each.fits else "above the budget"
+        note = each.lacks if each.fits else "above the budget"
         table.add_row(each.text, *costs, interval(each.delta), interval(each.hours), note)
     head = (
         f"{found.size:,} parameters outside embeddings, {found.tokens:.3g} tokens, {found.compute:.2g} training FLOPs; "

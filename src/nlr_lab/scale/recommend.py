@@ -3,6 +3,10 @@
 The laws are of the loss in training FLOPs, along sizes that are trained on as many tokens a parameter. In equal hours
 the plain model is one that takes as long as the arm: FLOPs times the arm's time of a step over the plain one's, spent
 on size and tokens alike, as the law has it.
+
+An arm's difference is of laws over the rungs that it shares with the plain model. Where these end below the ladder's
+largest, the plain model's law may be one that the larger refute: such an arm is listed and not recommended, nor is one
+that diverged at a rung. For a model far above the ladder nothing is.
 """
 
 from collections import Counter
@@ -20,10 +24,10 @@ from nonlinear_lowrank.surgery.budget import parse_budget
 
 from .fits import Interval, log_normal
 from .ladder import inner_parameters
-from .record import FORWARD_AND_BACKWARD, Record, laws_of
+from .record import FORWARD_AND_BACKWARD, Record, laws_of, rungs_of_both
 
 FAR = 10.0
-"""Times the FLOPs of the largest rung from which on a prediction is called an extrapolation."""
+"""Times the FLOPs of the largest rung from which on nothing is recommended: laws may bend on the way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,10 @@ class Choice:
     """Loss less the plain model's, after as many tokens."""
     hours: Interval | None
     """The same in equal hours."""
+    widths: tuple[int, ...]
+    """Widths of the rungs that these laws are of."""
+    lacks: str
+    """Why these laws say too little to recommend the arm; empty if they do not."""
 
     @property
     def gains(self) -> bool:
@@ -77,9 +85,14 @@ class Recommendation:
     """Arms without a prediction, with the reason."""
 
     @property
+    def candidates(self) -> tuple[Choice, ...]:
+        """The arms that may be recommended, whether or not they gain."""
+        return () if self.times > FAR else tuple(each for each in self.choices if each.fits and not each.lacks)
+
+    @property
     def best(self) -> Choice | None:
-        """The arm within the budget that gains most in equal hours; None if none does."""
-        gaining = [each for each in self.choices if each.fits and each.gains]
+        """The candidate that gains most in equal hours; None if none does."""
+        gaining = [each for each in self.candidates if each.gains]
         return min(gaining, key=lambda each: each.hours.value if each.hours else 0.0, default=None)
 
     @property
@@ -133,7 +146,7 @@ def recommend(
     choices, skipped = [], []
     arms = {name: _arm(own, name) for rung in own for name in rung["arms"] if name != reference}
     for name, arm in sorted(arms.items(), key=lambda item: item[1] is not None and "match" in item[1].settings):
-        laws = laws_of(own, name, reference)
+        laws, widths, lacks = laws_of(own, name, reference), *_reach(own, name, reference)
         if laws is None or arm is None:
             skipped.append(f"{name}: {'no two widths' if laws is None else 'its settings differ between the rungs'}")
             continue
@@ -163,6 +176,8 @@ def recommend(
                 fits=share is None or spent <= share,
                 delta=laws.predict(name, compute * (1 + flops), against),
                 hours=None if longer is None else laws.predict(name, compute * (1 + flops), longer),
+                widths=widths,
+                lacks=lacks,
             )
         )
     budgeted: Any = None
@@ -190,6 +205,16 @@ def _arm(rungs: Sequence[Record], name: str) -> Arm | None:
             own.pop("hidden", None)  # what matched, a width for each rung
         found.add(Arm(**{key: each for key, each in settings.items() if key != "code"} | {"settings": own}))
     return found.pop() if len(found) == 1 else None
+
+
+def _reach(rungs: Sequence[Record], name: str, reference: str) -> tuple[tuple[int, ...], str]:
+    """Return the widths of an arm's laws, and why they say too little to recommend it, empty if they do not."""
+    widths = tuple(rung["width"] for rung in rungs_of_both(rungs, name, reference))
+    diverged = [rung["width"] for rung in rungs if name in rung["arms"] and None in rung["arms"][name]["losses"]]
+    largest = max(rung["width"] for rung in rungs)
+    if diverged:
+        return widths, f"diverged at {', '.join(map(str, diverged))}"
+    return widths, "" if largest in widths else f"not run at {largest}"
 
 
 def _timed(rungs: Sequence[Record], name: str) -> tuple[int, Record] | tuple[None, None]:
@@ -229,30 +254,33 @@ def _added(
 
 def sentence(found: Recommendation, budget: str | None) -> str:
     """Return the recommendation, and what it rests on."""
-    within = "" if budget is None else f" within {budget}"
-    n = f"widths {', '.join(map(str, found.widths))}, {found.seeds} seed{'s' if found.seeds > 1 else ''} each"
+    within, best = "" if budget is None else f" within {budget}", found.best
+    seeds = f"{found.seeds} seed{'s' if found.seeds > 1 else ''} each"
     if not found.choices:
-        lines = [f"No arm of the ladder can be predicted ({n})."]
-    elif (best := found.best) is None:
+        lines = [f"No arm of the ladder can be predicted (widths {', '.join(map(str, found.widths))}, {seeds})."]
+    elif found.times > FAR:
         lines = [
-            f"Train it plain: no arm{within} has a lower loss predicted in equal hours with an interval below 0 ({n})."
+            f"No recommendation: the model takes {found.times:.2g} times the FLOPs of the ladder's largest rung. The "
+            "laws are extrapolated that far, and their intervals know nothing of a law that bends. Climb further "
+            "first: nlr scale."
+        ]
+    elif best is None:
+        lines = [
+            f"Train it plain: no arm{within} that was run up to width {max(found.widths)} has a lower loss predicted "
+            f"in equal hours with an interval below 0 ({seeds})."
         ]
     else:
         assert best.hours is not None
         lines = [
             f"{best.text}: {best.hours.value:+.3f} [{best.hours.low:+.3f}, {best.hours.high:+.3f}] nats in equal hours "
-            f"are predicted ({n}); the best of {len(found.choices)} arms, its interval not corrected for their number."
+            f"are predicted (widths {', '.join(map(str, best.widths))}, {seeds}); the best of {len(found.candidates)} "
+            f"that were run up to width {max(found.widths)}, its interval not corrected for their number."
         ]
     if widths := sorted({each.timed_width for each in found.choices if each.timed_width is not None}):
         at = f"width{'s' if len(widths) > 1 else ''} {', '.join(map(str, widths))}"
         lines.append(f"Hours are by step times measured at {at} on the ladder's machine.")
     if unknown := [each.arm for each in found.choices if each.hours is None]:
         lines.append(f"Hours unknown for: {', '.join(unknown)} (no rung has step times of these).")
-    if found.times > FAR:
-        lines.append(
-            f"The model takes {found.times:.2g} times the FLOPs of the ladder's largest rung: laws are extrapolated "
-            "that far, and their intervals know nothing of a law that bends. Climb further first: nlr scale."
-        )
     if (highest := found.highest) is not None:
         lines.append(f"The highest rank of NOBLE within the budget that was measured: {highest.text}.")
     if found.rank_ratio is not None:

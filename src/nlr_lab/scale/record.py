@@ -81,7 +81,7 @@ def laws_of(rungs: Sequence[Record], arm: str, reference: str) -> Laws | None:
 
     Rungs in which a run of either diverged do not count.
     """
-    both = _of_both(rungs, arm, reference)
+    both = rungs_of_both(rungs, arm, reference)
     if len({rung["width"] for rung in both}) < 2:
         return None
     return Laws(*_numbers(both, arm, reference))
@@ -89,7 +89,7 @@ def laws_of(rungs: Sequence[Record], arm: str, reference: str) -> Laws | None:
 
 def joint_of(rungs: Sequence[Record], arm: str, reference: str) -> JointLaws | None:
     """Return the joint laws of an arm and the reference over the rungs that both have; None if too few fix them."""
-    both = _of_both(rungs, arm, reference)
+    both = rungs_of_both(rungs, arm, reference)
     lengths, widths = ({rung[key] for rung in both} for key in ("tokens", "width"))
     if len(both) < 5 or len(lengths) < 2 or len(widths) < 3:
         return None
@@ -101,7 +101,7 @@ def joint_of(rungs: Sequence[Record], arm: str, reference: str) -> JointLaws | N
     return laws if laws.determined else None
 
 
-def _of_both(rungs: Sequence[Record], *names: str) -> list[Record]:
+def rungs_of_both(rungs: Sequence[Record], *names: str) -> list[Record]:
     """Return the rungs in which all of these arms have losses and FLOPs."""
     both = []
     for rung in rungs:
@@ -188,6 +188,8 @@ def _judged(name: str, predicted: Record, rungs: Sequence[Record]) -> dict[str, 
     judged = {**predicted, "losses": {arm: dict(each) for arm, each in predicted["losses"].items()}}
     for arm, each in judged["losses"].items():
         measured = rung["arms"].get(arm) if rung else None
+        if measured and None in measured["losses"]:
+            judged["losses"][arm] = {key: {**guess, "verdict": "diverged"} for key, guess in each.items()}
         delta = measured["against"] and measured["against"]["delta"]["value"] if measured else None
         for key, value in (("loss", measured and measured["mean"]), ("delta", delta)):
             if key in each and value is not None:

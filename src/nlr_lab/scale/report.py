@@ -59,7 +59,7 @@ def tables(results: Record) -> list[str]:
             markdown_table(head, rows(_rate, names)),
         ]
         laws = [law for law in results["laws"] if law["tokens"] == tokens]
-        parts += _law_table(laws, reference)
+        parts += _law_table(laws, reference, any(rung["n"] == 2 for rung in rungs))
     return parts + _joint_table(results) + _predicted_tables(results["predicted"])
 
 
@@ -105,7 +105,7 @@ def _rate(arm: Record, rung: Record) -> str:
     return NONE if arm["lr"] is None else f"{arm['lr']:g}{flops}"
 
 
-def _law_table(laws: Sequence[Record], reference: str) -> list[str]:
+def _law_table(laws: Sequence[Record], reference: str, few: bool) -> list[str]:
     if not laws:
         return ["No law yet: it needs two widths."]
     two = any("E" not in law["form"] for law in laws)
@@ -125,6 +125,8 @@ def _law_table(laws: Sequence[Record], reference: str) -> list[str]:
         f"of `{reference}`, over the rungs that both have, has the arm's loss at its largest rung, over the arm's own "
         "(above 1: the arm needs fewer)."
     )
+    if few:
+        text += " With two seeds a rung its interval holds about 77 %, in simulations."
     return [text, markdown_table(head, rows)]
 
 
@@ -186,9 +188,9 @@ def _predicted_tables(predicted: Record) -> list[str]:
 
 
 def _measured(guess: Record | None) -> tuple[str, str]:
-    if guess is None or "measured" not in guess:
+    if guess is None or "verdict" not in guess:
         return NONE, NONE
-    return f"{guess['measured']:.4f}", f"**{guess['verdict']}**"
+    return f"{guess['measured']:.4f}" if "measured" in guess else NONE, f"**{guess['verdict']}**"
 
 
 def _limits(rung: Record) -> Iterator[str]:

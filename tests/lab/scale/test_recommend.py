@@ -140,13 +140,26 @@ def test_an_arm_whose_code_a_strangers_ladder_names_is_not_called(tmp_path):
 def test_the_shipped_recommendation_is_not_that_of_a_seed():
     ladder, highs = read_json(EVIDENCE)["rungs"], []
     told = found(ladder)
-    noble = next(each for each in told.choices if each.arm == "noble")
-    laws = laws_of([rung for rung in ladder if rung["tokens"] == 20], "noble", "plain")
+    best = told.best
+    laws = laws_of([rung for rung in ladder if rung["tokens"] == 20], best.arm, "plain")
     for seed in range(1, 9):
         other = Laws(laws.compute, laws.losses, seed)
-        longer = told.compute * noble.step_time
-        highs.append(other.predict("noble", told.compute * (1 + noble.flops), ("plain", longer)).high)
-    assert {high < 0 for high in highs} == {noble.gains}
+        longer = told.compute * best.step_time
+        highs.append(other.predict(best.arm, told.compute * (1 + best.flops), ("plain", longer)).high)
+    assert max(highs) < 0
+
+
+def test_arms_of_fewer_rungs_or_that_diverged_are_not_recommended():
+    ladder = rungs({"noble": 1.5, "cola": 4.0, "noble-4": 4.0})
+    del ladder[2]["arms"]["cola"]
+    ladder[1]["arms"]["noble-4"]["losses"][0] = None
+    told = found(ladder)
+    lacks = {each.arm: (each.widths, each.lacks) for each in told.choices}
+    whole, first, ends = (32, 48, 64), (32, 48), (32, 64)
+    assert lacks == {"noble": (whole, ""), "cola": (first, "not run at 64"), "noble-4": (ends, "diverged at 48")}
+    assert all(each.gains for each in told.choices)
+    assert told.best.arm == "noble"
+    assert "(widths 32, 48, 64, 3 seeds each); the best of 1 that were run up to width 64" in sentence(told, None)
 
 
 def test_what_gains_in_steps_and_loses_in_hours_is_not_recommended():
@@ -222,11 +235,13 @@ def test_a_ladder_beside_another_model_than_the_plain_one_is_refused():
 def test_far_sizes_and_arms_that_cannot_be_built_are_said():
     near = found(rungs({"noble": 2.0}))
     assert near.times < 10
-    assert "extrapolated" not in sentence(near, None)
+    assert near.best.arm == "noble"
     ladder = rungs({"wide": 1.5, "cola": 2.0})
     told = recommend(get_recipe("llm-base").task.build_on_meta, ladder, sequence_length=1024, tokens=20.0)
     assert told.skipped == ("wide: noble, which it matches, is not in the ladder",)
-    assert "extrapolated" in sentence(told, None)
+    assert told.best is None
+    assert told.choices[0].gains
+    assert sentence(told, None).startswith("No recommendation: the model takes ")
 
 
 def test_a_ladder_that_was_not_climbed_there_is_refused():
@@ -258,6 +273,7 @@ def test_command_of_a_recipe(capsys):
     assert "above the budget" in out
     assert len(re.findall(r" \d\.\d\d \(\d+\) ", out)) == 8, "a step time and its width for each arm"
     assert "Hours unknown" not in out
+    assert out.count("not run at 128\n") == 5
     told = json.loads(succeed(capsys, "recommend", "llm-demo", "--json"))
     arms = {"stock", "wide", "noble", "muon", "noble-muon", "query", "cola", "sltrain"}
     assert {each["arm"] for each in told["choices"]} == arms
