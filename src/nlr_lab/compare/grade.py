@@ -6,8 +6,9 @@
 | tuned         | the learning rates of both arms were tuned, and no best one lies at the edge of its grid          |
 | flattened     | neither curve improved by more than the difference over the last fifth of its steps               |
 | evaluations   | there are enough to tell that, and to read a speed off: ten a curve, and no crossing at the first |
-| equal FLOPs   | it has no more FLOPs than the other arm, or is better than a control that has as many as it       |
-| equal hours   | its wall-clock speedup is above 1 (its interval excludes 1), and it did not end worse             |
+| equal FLOPs   | the better arm has no more FLOPs than the other, or is better than a control with as many as it   |
+| equal hours   | its wall-clock speedup is above 1 (p below 0.05 after Holm's correction), it did not end worse,   |
+|               | and the other arm was not below its own final loss well before its end                            |
 | downstream    | it is a score on a task, not the loss that was trained, or its logarithm (PSNR)                   |
 
 All is read from the record, in which each pair's `grade` holds those that are met. A condition on which an older
@@ -16,6 +17,8 @@ record is silent is not met. "Faster" is said of hours alone, and only where the
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from .statistics import holm
 
 CONDITIONS = ("seeds", "tuned", "flattened", "evaluations", "equal FLOPs", "equal hours", "downstream")
 FASTER = CONDITIONS[:-1]
@@ -37,14 +40,20 @@ def conditions_met(results: Record, name: str, other: str) -> tuple[str, ...]:
     arms, pair = {arm["name"]: arm for arm in results["arms"]}, results["against"][other][name]
     both, cautions, metric = (arms[name], arms[other]), pair.get("cautions"), _metric(results)
     delta, hours, p_holm = pair["delta"].get("value"), pair["wall_clock_speedup"], pair.get("p_holm")
+    hours_p = holm([each["wall_clock_speedup"].get("p_value") for each in results["against"][other].values()])
+    p_of = dict(zip(results["against"][other], hours_p, strict=True))
     met = {
         "seeds": pair["n"] >= _LEAST_SEEDS and p_holm is not None and p_holm < _LEVEL,
         "tuned": all(_tuned(arm) for arm in both),
         "flattened": cautions is not None and not {"flattened", "seldom"} & cautions.keys(),
         "evaluations": cautions is not None and not {"evaluations", "seldom"} & cautions.keys(),
-        "equal FLOPs": _equal_flops(results, arms, name, other),
-        # A curve that crossed the other's end and rose again gives no usable speed.
-        "equal hours": _better(metric) * (delta or 0) >= 0 and hours["shown"] and hours["value"] > 1,
+        "equal FLOPs": _equal_flops(results, name, other, delta),
+        # A curve that was at an end long before, of either arm, gives no usable speed.
+        "equal hours": _better(metric) * (delta or 0) >= 0
+        and not pair.get("early")
+        and hours["shown"]
+        and hours["value"] > 1
+        and (p_of[name] or 0.0) < _LEVEL,
         "downstream": metric["name"] not in _TRAINED,
     }
     return tuple(each for each in CONDITIONS if met[each])
@@ -77,10 +86,12 @@ def _tuned(arm: Record) -> bool:
     return bool(arm["tuning"]) and all(min(rates) < best < max(rates) for best, rates in tried)
 
 
-def _equal_flops(results: Record, arms: Mapping[str, Record], name: str, other: str) -> bool:
-    flops: dict[str, Any] = {each: arm.get("flops_per_token") for each, arm in arms.items()}
+def _equal_flops(results: Record, name: str, other: str, delta: float | None) -> bool:
+    flops: dict[str, Any] = {arm["name"]: arm.get("flops_per_token") for arm in results["arms"]}
     if not flops[name] or not flops[other]:
         return False
+    if _better(_metric(results)) * (delta or 0) < 0:
+        return bool(flops[other] <= _EQUAL * flops[name])
     if flops[name] <= _EQUAL * flops[other]:
         return True
     for control, pairs in results["against"].items():

@@ -202,12 +202,6 @@ def build_results(
         for (one, other), each, p_holm in zip(known, found, adjusted, strict=True):
             against.setdefault(one, {})[other] = each | {"p_holm": p_holm}
     notes = [*notes, *(note for arm in running.values() for note in _stability_notes(arm))]
-    early = max((each["early"] for each in against.get(reference, {}).values()), default=0)
-    if early and _have_curves(running.values(), whole):
-        notes.append(
-            f"`{reference}` passed its own final loss well before its end in {early} of {len(whole)} seeds (its curve "
-            "rose again), so step speedups against it are flattered."
-        )
     if partial:
         notes.append(f"Left out, because not every arm has finished it: seed {', '.join(map(str, partial))}.")
     results = {
@@ -244,6 +238,11 @@ def _pair(base: ArmRecord, arm: ArmRecord, seeds: Sequence[int], times: Times, m
         cautions |= curve_cautions(delta, curves, higher_is_better=measure.higher_is_better)
         if found["seeds"] and _have_curves((base, arm), seeds):
             cautions |= speed_cautions(curves, found["bounds"])
+            if found["early"]:
+                cautions["early"] = (
+                    f"`{base.name}` passed its own final loss well before its end in {found['early']} of {len(seeds)} "
+                    "seeds (its curve rose again or was flat), which flatters speeds against it"
+                )
         cautions |= _tuning_caution(delta, base, arm, measure)
     return found | {"cautions": cautions}
 

@@ -406,8 +406,9 @@ them better."""
 _LIMITS = """\
 - Seeds are the sample: the intervals speak of other seeds of this recipe, not of other texts, sizes or lengths of \
 training. Every seed gives all arms the same batches in the same order and the same evaluation data.
-- p is of the paired t-test over seeds, p (Holm) corrected for the number of arms in the table. Speedups are not \
-corrected; a number of them is given only when every seed reached the reference's final loss.
+- p is of the paired t-test over seeds, p (Holm) corrected for the number of arms in the table. Those of \
+speedups are not corrected, but what "faster" rests on is; a number is given only when every seed reached the \
+reference's final loss.
 - Learning rates are tuned on one seed of their own, so the best one is uncertain by about one step of the grid.
 - A grade counts the conditions of nlr_lab/compare/grade.py that a claim meets; "faster" is said only where all but a \
 downstream score are met.

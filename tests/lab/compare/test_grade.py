@@ -18,8 +18,8 @@ GAIN = {"baseline": 0.0, "noble": 0.2, "wide": 0.05}
 
 
 def a_claim(
-    *, seeds=SEEDS, rates=(1e-4, 1e-3, 1e-2), every=5, falls=0.0, flops=1.0, wide=None, seconds=1.0, measure=LOSS,
-    rises=0.0,
+    *, seeds=SEEDS, rates=(1e-4, 1e-3, 1e-2), every=5, falls=0.05, flops=1.0, wide=None, seconds=1.0, measure=LOSS,
+    rises=0.0, more=(),
 ):  # fmt: skip
     """A record in which noble ends 0.2 lower than the baseline: every condition but a downstream score is met."""
 
@@ -31,9 +31,9 @@ def a_claim(
 
     def the_run(name, seed, **more):
         own = overfitted if name == "noble" else shape
-        return curved_run(own, seed, GAIN[name], every, measure=measure, **more)
+        return curved_run(own, seed, GAIN.get(name, 0.0), every, measure=measure, **more)
 
-    counts = {"baseline": 1.0, "noble": flops} | ({} if wide is None else {"wide": wide})
+    counts = {"baseline": 1.0, "noble": flops} | ({} if wide is None else {"wide": wide}) | dict.fromkeys(more, 1.0)
     arms = [
         an_arm(
             name,
@@ -63,6 +63,7 @@ def test_says_faster_where_all_but_a_downstream_score_is_met():
     [
         ({"seeds": (1, 2)}, {"seeds"}),
         ({"rises": 0.3}, {"equal hours"}),
+        ({"falls": 0.0}, {"equal hours"}),  # the baseline's curve was flat
         ({"rates": ()}, {"tuned"}),
         ({"rates": (1e-3, 1e-2)}, {"tuned"}),
         ({"falls": 3.0}, {"flattened"}),
@@ -78,6 +79,25 @@ def test_each_condition_is_missed_on_its_own(change, missing):
     assert set(CONDITIONS) - {*results["against"]["baseline"]["noble"]["grade"]} == {*missing, "downstream"}
     line = next(line for line in findings(results) if line.startswith("`noble`"))
     assert "**faster**" not in line
+
+
+def test_arms_that_ended_worse_are_judged_by_the_other_ones_flops():
+    for flops, met in ((0.5, False), (1.0, True), (2.0, True)):
+        results = a_claim(flops=1.0, wide=flops)
+        results["against"]["noble"] = {"wide": results["against"]["wide"]["noble"]}
+        worse = results["against"]["noble"]["wide"]
+        worse["delta"] = worse["delta"] | {"value": -worse["delta"]["value"]}
+        assert ("equal FLOPs" in conditions_met(results, "wide", "noble")) == met
+
+
+def test_hours_are_corrected_for_the_number_of_arms():
+    results = a_claim(more=("a", "b", "c"))
+    pairs = results["against"]["baseline"]
+    for p, met in ((0.012, True), (0.013, False)):
+        pairs["noble"]["wall_clock_speedup"]["p_value"] = p
+        for other in ("a", "b", "c"):
+            pairs[other]["wall_clock_speedup"]["p_value"] = 0.5
+        assert ("equal hours" in conditions_met(results, "noble", "baseline")) == met
 
 
 def test_a_control_of_equal_flops_stands_for_equal_flops():
