@@ -160,7 +160,10 @@ def field_sections(results: dict[str, Any], dense: int, omegas: Mapping[str, flo
 
 def _rate_distortion(arms: Sequence[Record], seeds: Sequence[int]) -> dict[str, Any]:
     """The two kinds' curves and how far apart they are: of the means, and seed by seed."""
-    curves = {kind: _curve(arms, kind) for kind in KINDS}
+    sizes = {kind: _sizes(arms, kind) for kind in KINDS}
+    curves = {kind: [_best(equal) for equal in sizes[kind]] for kind in KINDS}
+    several = (equal for kind in KINDS for equal in sizes[kind] if len(equal) > 1)
+    picked = [arm["name"] for equal in several if not all(arm["tuning"] for arm in equal) for arm in equal]
     lost = [arm["name"] for curve in curves.values() for arm in curve if arm["score"]["mean"] is None]
 
     def points(score: Callable[[Record], float]) -> list[list[tuple[float, float]]]:
@@ -176,6 +179,8 @@ def _rate_distortion(arms: Sequence[Record], seeds: Sequence[int]) -> dict[str, 
             if lost:  # without its worst point a curve flatters
                 raise UserError(f"{' and '.join(lost)} diverged")
             value, note = delta(*points(lambda arm: arm["score"]["mean"]), names=KINDS), ""
+            if picked:  # the best of several scores flatters too
+                raise UserError(f"one of {', '.join(picked)} is picked by these scores, not by tuning")
             for seed in seeds:
                 try:
                     by_seed.append(delta(*points(of_seed(seed))))
@@ -187,24 +192,25 @@ def _rate_distortion(arms: Sequence[Record], seeds: Sequence[int]) -> dict[str, 
     return found
 
 
-def _curve(arms: Sequence[Record], kind: str) -> list[Record]:
-    """Arms of a kind by rising size; of several at one size (omegas) the one that tuning found best.
+def _sizes(arms: Sequence[Record], kind: str) -> list[list[Record]]:
+    """Arms of a kind by rising size; several at one size have other omegas.
 
-    Where one of them was not tuned, the one that ended best. An arm that diverged stays on its curve, without a
-    score to drop it by.
+    An arm that diverged is one of them, without a score to drop it by.
     """
     by_size: dict[int, list[Record]] = {}
     for arm in arms:
         diverged = any(run["status"] == "diverged" for run in (*arm["runs"], *(arm["tuning"] if not arm["lr"] else ())))
         if arm["settings"]["kind"] == kind and (arm["score"]["mean"] is not None or diverged):
             by_size.setdefault(arm["parameters"], []).append(arm)
-    curve = []
-    for _, equal in sorted(by_size.items()):
-        values = [_or_lowest(arm["score"]["mean"]) for arm in equal]
-        if all(arm["tuning"] for arm in equal):
-            values = [max(_or_lowest(run["score"]) for run in arm["tuning"]) for arm in equal]
-        curve.append(equal[values.index(max(values))])
-    return curve
+    return [equal for _, equal in sorted(by_size.items())]
+
+
+def _best(equal: Sequence[Record]) -> Record:
+    """The arm that tuning found best; where one was not tuned, the one that ended best."""
+    values = [_or_lowest(arm["score"]["mean"]) for arm in equal]
+    if all(arm["tuning"] for arm in equal):
+        values = [max(_or_lowest(run["score"]) for run in arm["tuning"]) for arm in equal]
+    return equal[values.index(max(values))]
 
 
 def _or_lowest(value: float | None) -> float:

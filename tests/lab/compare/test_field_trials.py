@@ -161,9 +161,14 @@ def test_puts_the_best_omega_of_the_tuning_on_the_curve():
     low = [arm_of("low-rank", rank, [60.0 + rank, 61.0 + rank, 61.5]) for rank in (1, 2, 4)]
     sine = [arm_of("sine", rank, [70.0 + rank, 71.0 + rank, 71.5]) for rank in (1, 2)]
     two = [arm_of("sine", 4, [float(70 + i), 71.0 + i, 71.5], tuned=9.0 - i, name=f"omega-{i}") for i in range(3)]
-    assert build([*low, *sine, *two])["rate_distortion"]["sine"] == ["sine-k1", "sine-k2", "omega-0"]
+    found = build([*low, *sine, *two])["rate_distortion"]
+    assert found["sine"] == ["sine-k1", "sine-k2", "omega-0"]
+    assert found["bd_score"] is not None
     two[1] = replace(two[1], tuning=())  # its rate was given: nothing was chosen, so what counts is how it ended
-    assert build([*low, *sine, *two])["rate_distortion"]["sine"] == ["sine-k1", "sine-k2", "omega-2"]
+    found = build([*low, *sine, *two])
+    assert found["rate_distortion"]["sine"] == ["sine-k1", "sine-k2", "omega-2"]
+    assert found["rate_distortion"]["bd_score"] is found["rate_distortion"]["bd_rate"] is None
+    assert "none, since one of omega-0, omega-1, omega-2 is picked by these scores" in render_report(found)
 
 
 @pytest.mark.parametrize("how", ["a seed", "every choice"])
