@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tyro.conf import Positional
+from tyro.conf import FlagCreatePairsOff, Positional
 
 from nonlinear_lowrank.errors import UserError
 
@@ -24,6 +24,8 @@ class GenerateOptions:
     """Folder or name of an adapter's base model, if not the one that the adapter names."""
     prompt: str = ""
     """The text to continue; empty starts a new document."""
+    chat: FlagCreatePairsOff[bool] = False
+    """The prompt is a user's turn in the tokenizer's chat template, and the answer is generated."""
     max_new_tokens: int | None = None
     """Stop after this many tokens, or at the end-of-text token; none: 128, or as many as fit."""
     classes: tuple[str, ...] = ()
@@ -47,7 +49,7 @@ def run_generate(arguments: list[str]) -> None:
     options = parse(GenerateOptions, arguments, command="generate")
     folder = find_model(options.checkpoint, adapters=True)
     draws = (folder / "image_tokenizer.json").is_file()
-    if draws and options.prompt:
+    if draws and (options.prompt or options.chat):
         raise UserError(f"{folder} draws images and takes no --prompt; name classes with --classes")
     for name in () if draws else ("classes", "images", "out"):
         if getattr(options, name) not in ((), None):
@@ -61,6 +63,7 @@ def run_generate(arguments: list[str]) -> None:
         temperature=temperature if options.temperature is None else options.temperature,
         top_k=top_k if options.top_k is None else options.top_k,
         seed=options.seed,
+        chat=options.chat,
     )
     (_draw if draws else _write)(folder, options, sampling)
 
@@ -72,8 +75,8 @@ def _write(folder: Path, options: GenerateOptions, sampling: Any) -> None:
 
     model = open_language_model(folder, options.device, options.base)
     tokenizer = open_tokenizer(folder, options.base)
-    encode_prompt(model, tokenizer, options.prompt, sampling.max_new_tokens)  # refuses before anything is printed
-    print(options.prompt, end="", flush=True)
+    encode_prompt(model, tokenizer, options.prompt, sampling)  # refuses before anything is printed
+    print(options.prompt, end="\n\n" if options.chat else "", flush=True)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     try:
         generate_text(model, tokenizer, options.prompt, sampling, streamer)

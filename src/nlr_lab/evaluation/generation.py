@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import LogitsProcessorList, PreTrainedModel, TextStreamer
 
 from nlr_lab.tasks.images.tokenizers import ImageCodec
 from nonlinear_lowrank.errors import UserError
@@ -27,6 +27,8 @@ class Sampling:
     """Draw from the k most likely tokens; 0: from all."""
     seed: int = 0
     """The same seed, model and prompt give the same text on the same machine."""
+    chat: bool = False
+    """The prompt is a user's turn in the tokenizer's chat template, and the answer is generated."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None:
@@ -61,7 +63,9 @@ def generate_text(
 
     An empty prompt starts a new document. Raise UserError where prompt and continuation exceed the model's positions,
     or the prompt is empty and the tokenizer has no token that starts a document."""
-    inputs, max_new_tokens = encode_prompt(model, tokenizer, prompt, sampling.max_new_tokens)
+    inputs, max_new_tokens = encode_prompt(model, tokenizer, prompt, sampling)
+    named = getattr(model.generation_config, "eos_token_id", None)
+    ends = {*([named] if isinstance(named, int) else named or ()), tokenizer.eos_token_id} - {None}
     torch.manual_seed(sampling.seed)
     written = model.eval().generate(
         inputs,
@@ -70,17 +74,24 @@ def generate_text(
         streamer=streamer,
         # One sequence is never padded; generate() warns all the same when it is told no id.
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=sorted(ends) or None,
         **sampling.options(),
     )
     return str(tokenizer.decode(written[0, inputs.shape[1] :], skip_special_tokens=True))
 
 
-def encode_prompt(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int | None
-) -> tuple[torch.Tensor, int]:
+def encode_prompt(model: PreTrainedModel, tokenizer: Any, prompt: str, sampling: Sampling) -> tuple[torch.Tensor, int]:
     """Return a prompt's token ids (1, T) on the model's device, and how many may follow; see `generate_text`."""
-    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"] if prompt else []
+    if sampling.chat:
+        if tokenizer.chat_template is None or not prompt:
+            what = "a prompt" if tokenizer.chat_template else "a tokenizer with a chat template, and this has none"
+            raise UserError(f"a chat needs {what}; give one, or omit chat")
+        turns = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+    else:
+        ids = tokenizer(prompt)["input_ids"] if prompt else []
+        while ids and ids[-1] in (tokenizer.eos_token_id, tokenizer.sep_token_id):  # the text goes on
+            ids.pop()
     if not ids:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         if start is None:
@@ -88,12 +99,12 @@ def encode_prompt(
         ids = [start]
     limit = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
     room = limit - len(ids)
-    if room < (max_new_tokens or 1):
+    if room < (sampling.max_new_tokens or 1):
         raise UserError(
-            f"the prompt's {len(ids)} tokens and {max_new_tokens or 1} new ones exceed the model's {limit} "
+            f"the prompt's {len(ids)} tokens and {sampling.max_new_tokens or 1} new ones exceed the model's {limit} "
             "positions; shorten the prompt or ask for fewer"
         )
-    return torch.tensor([ids], device=model.device), max_new_tokens or min(128, room)
+    return torch.tensor([ids], device=model.device), sampling.max_new_tokens or min(128, room)
 
 
 _BATCH = 64  # images that are drawn at once

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from tokenizers import ByteLevelBPETokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast, TextStreamer
 
 from nlr_lab.evaluation.generation import Sampling, encode_prompt, generate_text
@@ -137,6 +138,45 @@ def test_greedy_generation_takes_the_most_likely_token_each_time(model, tokenize
         assert text == tokenizer.decode(expected[len(ids) :], skip_special_tokens=True)
 
 
+@pytest.fixture
+def chatty(tokenizer):
+    """A tokenizer that puts a start before a text and an end behind it, with a chat template."""
+    own = copy.deepcopy(tokenizer)
+    own.bos_token, own.eos_token = "a", "z"
+    first, last = own.convert_tokens_to_ids(["a", "z"])
+    single, special = "a $A z", [("a", first), ("z", last)]
+    own.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
+    own.chat_template = (
+        "{% for m in messages %}u{{ m['content'] }}.{% endfor %}{% if add_generation_prompt %}s{% endif %}"
+    )
+    return own
+
+
+def test_a_prompt_starts_as_the_tokenizer_starts_texts_and_goes_on(model, chatty):
+    def text(prompt, **settings):
+        ids, _ = encode_prompt(model, chatty, prompt, Sampling(**settings))
+        return chatty.decode(ids[0], clean_up_tokenization_spaces=False)
+
+    assert text("def x") == "adef x"
+    assert text("") == "a"
+    assert text("def x", chat=True) == "udef x.s", "the template says what is before and behind it"
+
+
+def test_generation_ends_where_the_model_says(model, chatty, monkeypatch):
+    endless = generate_text(model, chatty, "def ", Sampling(max_new_tokens=12, temperature=0))
+    assert len(endless) > 3
+    stop = chatty(endless[2])["input_ids"][1]
+    monkeypatch.setattr(model.generation_config, "eos_token_id", [stop])
+    written = generate_text(model, chatty, "def ", Sampling(max_new_tokens=12, temperature=0))
+    assert endless.startswith(written)
+    assert len(written) <= 3
+
+
+def test_chats_without_a_prompt_or_a_template_are_refused(model, tokenizer, chatty):
+    assert_refused("a chat needs a prompt", generate_text, model, chatty, "", Sampling(chat=True))
+    assert_refused("a tokenizer with a chat template", generate_text, model, tokenizer, "x", Sampling(chat=True))
+
+
 def test_requests_that_cannot_be_drawn_are_refused(model, tokenizer):
     for prompt, sampling in (("def ", Sampling(max_new_tokens=64)), ("def " * 64, Sampling())):
         assert_refused("64 positions", generate_text, model, tokenizer, prompt, sampling)
@@ -155,7 +195,7 @@ def test_broken_model_is_refused_in_generation(model, tokenizer, temperature, va
 def test_prompt_and_continuation_may_fill_the_positions(model, tokenizer):
     room = 64 - len(tokenizer("def ")["input_ids"])
     for asked in (None, room):
-        assert encode_prompt(model, tokenizer, "def ", asked)[1] == room
+        assert encode_prompt(model, tokenizer, "def ", Sampling(max_new_tokens=asked))[1] == room
 
 
 def test_temperature_and_top_k_choose_the_tokens(model, tokenizer):

@@ -3,13 +3,15 @@
 import json
 import lzma
 import re
+from dataclasses import replace
 
 import pytest
+from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import finetune_helpers as kit
 from nlr_lab.tasks.finetune.instructions import (
@@ -91,6 +93,64 @@ def test_every_kind_of_file_gives_the_same(tmp_path):
     empty += [{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": " "}]}]
     found = examples(write(tmp_path / "c.jsonl", empty))
     assert found == ["empty answer", "empty prompt", "empty answer", "empty answer", "empty answer"]
+
+
+def test_tables_and_folders_are_read_as_json_is(tmp_path):
+    records = [{"messages": CHAT[:2]}, {"messages": CHAT}]
+    rows = [{"prompt": f"p{index}", "completion": f"c{index}"} for index in range(3)]
+    Dataset.from_list(records).to_parquet(str(tmp_path / "chats.parquet"))
+    Dataset.from_list(rows).to_csv(str(tmp_path / "rows.csv"))
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "folder").mkdir()
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "folder" / "test.parquet"))
+    assert examples(tmp_path / "chats.parquet") == [Example(CHAT[:2]), Example(CHAT)]
+    for path in (tmp_path / "rows.csv", tmp_path / "saved", f"{tmp_path / 'folder'}@test"):
+        assert examples(path) == [Example(each["prompt"], each["completion"]) for each in rows]
+    assert_refused(r"no instruction file '.*none\.parquet'", examples, tmp_path / "none.parquet")
+
+
+def test_system_prompts_and_history_are_kept(tmp_path):
+    system, turns = {"role": "system", "content": "Be short."}, CHAT[:2]
+    alpaca = {"instruction": "Sort.", "output": "a b", "system": "Be short."}
+    records = [
+        {"messages": turns, "system": "Be short."},
+        {"messages": [{"role": "system", "content": "own"}, *turns], "system": "Be short."},
+        {"prompt": turns[:1], "completion": turns[1:], "system_prompt": "Be short."},
+        {"prompt": "the ", "completion": "cat", "system_prompt": "Be short."},
+        alpaca,
+        alpaca | {"input": "b a"},
+        alpaca | {"history": [["1?", "2"]]},
+    ]
+    path = write(tmp_path / "a.jsonl", records)
+    whole = [system, {"role": "user", "content": "Sort."}, {"role": "assistant", "content": "a b"}]
+    old = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}]
+    found = examples(path, "chat")
+    assert found[0] == Example([system, *turns])
+    assert found[1].prompt[0]["content"] == "own"
+    assert found[2] == Example([system, *turns], given=2)
+    assert found[3].prompt[0] == found[4].prompt[0] == system
+    assert found[4] == Example(whole)
+    assert found[5].prompt[1]["content"] == "Sort.\nb a"
+    assert found[6] == Example([system, *old, *whole[1:]], given=4)
+    path = write(tmp_path / "b.jsonl", records[:6])
+    plain = [each.prompt for each in examples(path)[3:]]
+    assert plain == ["Be short.\n\nthe ", "Be short.\nSort.\n\n", "Be short.\n\nSort.\nb a\n\n"]
+    pairs = "line 7: a record's history is pairs of a question and an answer, and needs the template chat"
+    assert_refused(pairs, examples, tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("first", ["user", "system", "tool"])
+def test_chats_that_the_assistant_opens_are_kept(tmp_path, first):
+    greeting = {"role": "assistant", "content": "hello"}
+    blank = [greeting, {"role": first, "content": " "}, CHAT[1]]
+    records = [
+        {"messages": [greeting, CHAT[0] | {"role": first}, CHAT[1]]},
+        {"messages": blank},
+        {"messages": [greeting]},
+    ]
+    kept, *dropped = examples(write(tmp_path / "a.jsonl", records))
+    assert kept == Example(records[0]["messages"])
+    assert dropped == ["empty prompt", "empty prompt"]
 
 
 @pytest.mark.parametrize("array", [False, True], ids=["lines", "array"])
@@ -218,6 +278,14 @@ def test_a_template_without_marks_learns_the_last_answer(tokenizer):
     assert encoded(tokenizer, CHAT)[1] == "sat on [SEP] very red [SEP]"
 
 
+def test_tokenizers_in_python_learn_the_last_answer():
+    tokenizer = ByT5Tokenizer()
+    with pytest.warns(UserWarning, match="one in Python: only a chat's last is learned"):
+        text, learned = encoded(tokenizer, CHAT)
+    assert text.endswith("### Assistant:\nsat on</s>### User:\na mat\n### Assistant:\nvery red</s>")
+    assert learned == "very red</s>"
+
+
 def test_rows_are_counted_cut_and_dropped(tmp_path, tokenizer):
     records = [
         {"prompt": "the cat ", "completion": "sat"},
@@ -249,6 +317,15 @@ def test_counts_are_printed_and_sides_are_apart(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_rows_that_are_left_unread_are_said(tmp_path, capsys):
+    path = kit.instruction_file(tmp_path / "many.json", rows=31)
+    for rows, words in ((30, "the first 30 rows, 0 dropped"), (31, "31 rows, 0 dropped"), (None, "31 rows, 0 dropped")):
+        kit.instruction_task(tmp_path, source=path, rows=rows).prepare()
+        out = capsys.readouterr().out
+        assert out.startswith(f"instructions: {words}")
+        assert ("; --task.instructions.rows None reads all" in out) == (rows == 30)
+
+
 @pytest.mark.parametrize("own", [False, True], ids=["share", "valid_source"])
 def test_copies_of_held_out_examples_are_not_trained_on(tmp_path, capsys, own):
     records = [{"prompt": f"the cat {'sat ' * number}", "completion": "on a mat"} for number in range(1, 11)]
@@ -266,7 +343,6 @@ def test_copies_of_held_out_examples_are_not_trained_on(tmp_path, capsys, own):
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 def test_learned_tokens_are_those_of_trl(tmp_path):
-    from datasets import Dataset
     from transformers import AutoModelForCausalLM
     from trl import SFTConfig, SFTTrainer
 
@@ -292,7 +368,6 @@ def test_learned_tokens_are_those_of_trl(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 def test_learned_tokens_of_tool_chats_are_those_of_trl(tmp_path):
-    from datasets import Dataset
     from transformers import AutoModelForCausalLM
     from trl import SFTConfig, SFTTrainer
     from trl.chat_template_utils import qwen3_chat_template
@@ -308,12 +383,13 @@ def test_learned_tokens_of_tool_chats_are_those_of_trl(tmp_path):
         {"messages": called, "tools": [TOOL]},
         {"messages": called[:2], "chat_template_kwargs": {"enable_thinking": False}},
         {"messages": CHAT},
+        {"prompt": called[:1], "completion": called[1:2]},
     ]
     for row in rows:
         path = write(tmp_path / "rows.jsonl", [row])
         ours, _ = tokenize(tokenizer, path, "chat", 4096)
         about = {"output_dir": str(tmp_path / "trl"), "report_to": [], "use_cpu": True, "bf16": False}
-        how = {"max_length": None, "assistant_only_loss": True, "shuffle_dataset": False}
+        how = {"max_length": None, "assistant_only_loss": "messages" in row, "shuffle_dataset": False}
         data = {"train_dataset": Dataset.from_list([row]), "processing_class": tokenizer}
         model = AutoModelForCausalLM.from_pretrained(checkpoint)
         (theirs,) = SFTTrainer(model, SFTConfig(**about, **how), **data).train_dataset
@@ -329,6 +405,12 @@ def test_tokenizers_and_rows_that_do_not_serve(tmp_path):
     prepared = task.prepare(progress=False)
     prepared.tokenizer.add_tokens(["brand", "new"])
     assert_refused("22 tokens and the model 20 embeddings", task.build_model, prepared)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 20, "n_positions": 4}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
+    kit.tokenizer(False).save_pretrained(tmp_path / "gpt2")
+    short = replace(task, model=replace(task.model, checkpoint=str(tmp_path / "gpt2"), targets=("c_attn",)))
+    longer = r"the model has 4 positions and rows of up to \d+ tokens; lower --max-length"
+    assert_refused(longer, short.build_model, short.prepare(progress=False))
     empty = write(tmp_path / "empty.jsonl", [{"prompt": "the", "completion": ""}] * 3)
     reason = r"0 rows are left to train and 0 to evaluate on \(.* 3 dropped .*raise --max-length"
     assert_refused(reason, kit.instruction_task(tmp_path, source=empty).prepare, progress=False)

@@ -14,8 +14,9 @@ Records come out of JSON, JSON lines and `datasets`:
 | chat     | messages [{role, content}], or conversations [{from, value}] |
 
 A chat's template also gets what else its messages hold (tool_calls, reasoning_content), and its record's tools (a list,
-or one as JSON) and chat_template_kwargs. A record of the wrong form is refused with its place. Empty ones are not an
-error: they are counted.
+or one as JSON) and chat_template_kwargs. Any form may have a system prompt (system, or system_prompt), and Alpaca's a
+history of earlier [question, answer] for chats. A record of the wrong form is refused with its place. Empty ones are
+not an error: they are counted.
 """
 
 import ast
@@ -34,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nlr_lab.tasks.task import Measure, Prepared, fingerprint, hold_out
-from nlr_lab.tasks.text.data import json_records, library_sources, load_rows
+from nlr_lab.tasks.text.data import dataset_name, json_records, library_sources, load_rows
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_choice, check_integer, require
 
@@ -56,6 +57,8 @@ _CHAT_TEMPLATE = (
     "{% else %}### {{ message['role'] | capitalize }}:\n{{ message['content'] }}\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}### Assistant:\n{% endif %}"
 )
+_TABLES = (".parquet", ".csv")
+_FILES = (".json", ".jsonl", ".xz", *_TABLES)
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
@@ -64,7 +67,8 @@ class InstructionData:
     """Settings of instructions: source, template and length."""
 
     source: str = "stdlib"
-    """A .json or .jsonl file (also .xz), a dataset's name, or "stdlib": docstrings of Python's own library."""
+    """A .json or .jsonl file (also .xz), a .parquet or .csv file, a dataset's folder or name ("name:config@split"), or
+    "stdlib": docstrings of Python's own library."""
     valid_source: str | None = None
     """Instructions to evaluate on; None: a share of the source."""
     held_out: float = 0.05
@@ -157,7 +161,19 @@ class InstructionTask(FinetuneTask):
             raise UserError(f"the tokenizer has {len(prepared.tokenizer)} tokens and the model {rows} embeddings")
         if self.instructions.packing:
             check_packing(model)
+        _check_positions(model, max(*prepared.train.lengths, *prepared.valid.lengths))
         return model
+
+
+def _check_positions(model: Any, longest: int) -> None:
+    """Raise UserError where rows are longer than a model's table of positions; rotary ones have no end."""
+    from torch import nn
+
+    limit = getattr(model.config, "max_position_embeddings", None)
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+    sizes = [each.num_embeddings for each in tables if each is not model.get_input_embeddings()]
+    if limit and longest > limit and any(limit <= size <= limit + 2 for size in sizes):  # OPT's has two rows more
+        raise UserError(f"the model has {limit} positions and rows of up to {longest} tokens; lower --max-length")
 
 
 @dataclass(frozen=True)
@@ -178,13 +194,18 @@ def read_examples(source: str, template: str, rows: int | None = None) -> Iterat
     path = Path(source).expanduser()
     if source == "stdlib":
         records: Iterable[tuple[str, Any]] = (("stdlib", record) for record in _docstrings())
-    elif path.is_file():
+    elif path.is_file() and path.suffix not in _TABLES:
         records = json_records(path)
-    elif path.exists() or path.suffix in (".json", ".jsonl", ".xz") or source.startswith((".", "/", "~")):
-        raise UserError(f"there is no instruction file {source!r}; give a .json or .jsonl file, or a dataset's name")
     else:
-        name, _, split = source.partition("@")
-        rows_of = load_rows(name, split=split or "train")
+        name, config, split = dataset_name(source)
+        if path.is_file():
+            rows_of = load_rows(path.suffix[1:], split="train", data_files=str(path))
+        elif not Path(name).is_dir() and (path.suffix in _FILES or source.startswith((".", "/", "~"))):
+            raise UserError(
+                f"there is no instruction file {source!r}; give a .json or .jsonl file, or a dataset's name"
+            )
+        else:
+            rows_of = load_rows(name, config, split=split or "train")
         records = ((f"{source}, row {number}", record) for number, record in enumerate(rows_of, 1))
     for where, record in itertools.islice(records, rows):
         yield _example(record, template, where)
@@ -207,19 +228,23 @@ def _docstrings() -> Iterator[dict[str, str]]:
 
 
 def _example(record: Any, template: str, where: str) -> Example | str:
+    system = _text_of(record, ("system", "system_prompt"), where)
     match record:
         case {"messages": list(messages)} | {"conversations": list(messages)}:
-            return _chat(messages, record, where)
+            return _chat(messages, record, where, system)
         case {"prompt": list(question), "completion": list(reply)}:
-            return _chat(question + reply, record, where, given=len(question))
+            return _chat(question + reply, record, where, system, given=len(question))
         case {"prompt": str(prompt), "completion": str(answer)}:
-            example = _asked(prompt, "", answer, template) if template == "chat" else Example(prompt, answer)
-        case {"instruction": str(prompt), "output": str(answer)} if isinstance(record.get("input") or "", str):
-            context = record.get("input") or ""
-            example = _asked(prompt, context, answer, template)
+            if template == "chat":
+                example = _asked(prompt, "", answer, template, system)
+            else:
+                example = Example(f"{system}\n\n{prompt}" if system else prompt, answer)
+        case {"instruction": str(prompt), "output": str(answer)}:
+            context = _text_of(record, ("input",), where)
+            example = _asked(prompt, context, answer, template, system, _history(record, template, where))
             prompt += context
-        case {"question": str(prompt), "response": str(answer)} if isinstance(record.get("system_prompt") or "", str):
-            example = _asked(prompt, "", answer, template, record.get("system_prompt") or "")
+        case {"question": str(prompt), "response": str(answer)}:
+            example = _asked(prompt, "", answer, template, system)
         case _:
             what = f"{where}: a record needs the texts instruction and output, question and response, prompt and"
             raise UserError(f"{what} completion, or messages; it is {str(record)[:100]}")
@@ -228,20 +253,47 @@ def _example(record: Any, template: str, where: str) -> Example | str:
     return example if answer.strip() else "empty answer"
 
 
-def _asked(instruction: str, context: str, answer: str, template: str, system: str = "") -> Example:
-    turns = [{"role": "system", "content": system}] if system.strip() else []
-    if turns and template != "chat":  # the other templates have no place for it
-        instruction, context = system, instruction
+def _text_of(record: Any, names: Iterable[str], where: str) -> str:
+    """Return the first of these fields that a record has, "" for none or blank; raise UserError for one of no text."""
+    found = next((value for name in names if isinstance(record, dict) and (value := record.get(name))), "")
+    if not isinstance(found, str):
+        raise UserError(f"{where}: a record needs texts in {' and '.join(names)}; it is {str(record)[:100]}")
+    return found if found.strip() else ""
+
+
+def _history(record: dict[str, Any], template: str, where: str) -> list[dict[str, Any]]:
+    """Return the earlier turns of an Alpaca record; raise UserError where the template has no place for them."""
+    turns = []
+    for pair in record.get("history") or ():
+        match pair:
+            case [str(question), str(answer)] if template == "chat":
+                turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            case _:
+                what = "a record's history is pairs of a question and an answer, and needs the template chat"
+                raise UserError(f"{where}: {what}; it is {str(pair)[:100]}")
+    return turns
+
+
+def _asked(
+    instruction: str, context: str, answer: str, template: str, system: str = "", earlier: Iterable[Any] = ()
+) -> Example:
+    if system and template != "chat":  # the other templates have no place for it
+        instruction, context = (f"{system}\n\n{instruction}", context) if context.strip() else (system, instruction)
     if template == "alpaca":
         more = {"paired": _PAIRED, "input": f"### Input:\n{context}\n\n"} if context.strip() else {}
         return Example(ALPACA.format(instruction=instruction, **{"paired": "", "input": "", **more}), answer)
     asked = f"{instruction}\n{context}".strip() if context.strip() else instruction
     if template == "chat":
-        return Example([*turns, {"role": "user", "content": asked}, {"role": "assistant", "content": answer}])
+        turns = [*_system(system), *earlier, {"role": "user", "content": asked}]
+        return Example([*turns, {"role": "assistant", "content": answer}], given=len(turns) if earlier else 0)
     return Example(asked + "\n\n", answer)
 
 
-def _chat(messages: list[Any], record: dict[str, Any], where: str, given: int = 0) -> Example | str:
+def _system(text: str) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _chat(messages: list[Any], record: dict[str, Any], where: str, system: str, given: int = 0) -> Example | str:
     turns = []
     for message in messages:
         match message:
@@ -253,11 +305,14 @@ def _chat(messages: list[Any], record: dict[str, Any], where: str, given: int = 
             case _:
                 what = "a message needs the texts role and content, or tool_calls"
                 raise UserError(f"{where}: {what}; it is {str(message)[:100]}")
-    answers = (turn for turn in turns if turn["role"] == "assistant")
-    if not any(turn["content"].strip() or "tool_calls" in turn for turn in answers):
+    says = [bool(turn["content"].strip() or "tool_calls" in turn) for turn in turns]
+    answers = [place for place, turn in enumerate(turns) if turn["role"] == "assistant" and says[place]]
+    if not answers:
         return "empty answer"
-    if turns[0]["role"] == "assistant":
+    if not any(says[place] for place in range(answers[-1]) if turns[place]["role"] != "assistant"):
         return "empty prompt"
+    if system and all(turn["role"] != "system" for turn in turns):
+        turns, given = [*_system(system), *turns], given and given + 1
     return Example(turns, given=given, options=_template_options(record, where))
 
 
@@ -282,7 +337,9 @@ def tokenize(
     from .sequences import TokenExamples
 
     ids, labels, cut = [], [], 0
-    found = list(read_examples(source, template, rows))
+    found = list(read_examples(source, template, rows and rows + 1))
+    more = {"more": True} if rows is not None and len(found) > rows else {}
+    found = found[:rows]
     dropped = Counter(each for each in found if isinstance(each, str))
     for tokens, learned in encode(tokenizer, (each for each in found if isinstance(each, Example))):
         cut += len(tokens) > max_length
@@ -292,7 +349,7 @@ def tokenize(
             labels.append(np.where(learned, tokens, -100))
         else:
             dropped["no answer within max_length"] += 1
-    return TokenExamples(ids, labels), {"rows": len(found), "cut": cut, "dropped": dict(dropped)}
+    return TokenExamples(ids, labels), {"rows": len(found), **more, "cut": cut, "dropped": dict(dropped)}
 
 
 def _apart(train: "TokenExamples", valid: "TokenExamples", facts: dict[str, Any]) -> "TokenExamples":
@@ -322,18 +379,21 @@ def encode(tokenizer: Any, examples: Iterable[Example]) -> Iterator[tuple[np.nda
             continue
         template = template_for("tools" in example.options)
         apply: Any = functools.partial(_apply_template, tokenizer, template, example.options)
-        if re.search(r"\{%-?\s*generation\b", template):
+        # The marks are told by characters, which tokenizers in Python do not know.
+        if tokenizer.is_fast and re.search(r"\{%-?\s*generation\b", template):
             made = apply(example.prompt, return_assistant_tokens_mask=True)
             learned = np.array(made["assistant_masks"], dtype=bool)
             if example.given:
-                asked = apply(example.prompt[: example.given])["input_ids"]
+                asked = apply(example.prompt[: example.given], add_generation_prompt=True)["input_ids"]
                 learned[: _common(asked, made["input_ids"])] = False
             yield np.array(made["input_ids"], dtype=np.int32), learned
             continue
         *earlier, last = (index for index, each in enumerate(example.prompt) if each["role"] == "assistant")
         if any(index >= example.given for index in earlier):
-            fix = "mark them with {% generation %} in the template"
-            warnings.warn(f"the chat template marks no answers: only a chat's last is learned; {fix}", stacklevel=2)
+            why, fix = "the chat template marks no answers", "mark them with {% generation %} in the template"
+            if not tokenizer.is_fast:
+                why, fix = "the tokenizer is one in Python", "choose a model with a fast one"
+            warnings.warn(f"{why}: only a chat's last is learned; {fix}", stacklevel=2)
         asked = apply(example.prompt[:last], add_generation_prompt=True)["input_ids"]
         yield _behind(asked, apply(example.prompt[: last + 1])["input_ids"])
 
@@ -384,4 +444,5 @@ def summary(facts: dict[str, Any]) -> str:
     dropped = facts["dropped"]
     why = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items()))
     total = f"{sum(dropped.values()):,} dropped" + (f" ({why})" if why else "")
-    return f"{facts['rows']:,} rows, {total}, {facts['cut']:,} longer than max_length"
+    first, rest = ("the first ", "; --task.instructions.rows None reads all") if "more" in facts else ("", "")
+    return f"{first}{facts['rows']:,} rows, {total}, {facts['cut']:,} longer than max_length{rest}"

@@ -82,7 +82,7 @@ class Corpus:
     def identity(self) -> str:
         """Return a hash of the source's content and of how it is read. A dataset is known by its name and fingerprint,
         a streamed one by its name alone."""
-        files, (name, *parts) = self.files(), self._name()
+        files, (name, *parts) = self.files(), dataset_name(self.source)
         # A folder that `datasets` reads may give other documents than its files do.
         reading = [self.text_field, self.document_separator, self.max_bytes, "files" if files else "dataset"]
         digest = hashlib.sha256(json.dumps(reading).encode())
@@ -180,14 +180,8 @@ class Corpus:
         what = f"{place} has no text in the field {self.text_field!r}: {str(row)[:100]}"
         raise UserError(f"{what}; drop such rows, or set text_field")
 
-    def _name(self) -> tuple[str, str | None, str | None]:
-        """Return a dataset's name or folder, configuration, and split."""
-        path = Path(self.source).expanduser()
-        match = None if path.exists() else _DATASET.fullmatch(self.source)
-        return (match["name"], match["config"], match["split"]) if match else (str(path), None, None)
-
     def _dataset(self) -> Any:
-        name, config, split = self._name()
+        name, config, split = dataset_name(self.source)
         # For a changed folder, `datasets` would keep returning what it cached.
         streaming = self.streaming or Path(name).is_dir()
         return load_rows(name, config, split=split or "train", **({"streaming": True} if streaming else {}))
@@ -242,6 +236,15 @@ def _size_of_tokenizer(path: str) -> int:
     from .tokenizers import load_tokenizer, vocabulary_size
 
     return vocabulary_size(load_tokenizer(path))
+
+
+def dataset_name(source: str) -> tuple[str, str | None, str | None]:
+    """Return a dataset's name or folder, configuration, and split."""
+    path, (folder, _, split) = Path(source).expanduser(), source.rpartition("@")
+    if folder and not path.exists() and Path(folder).expanduser().is_dir():
+        return str(Path(folder).expanduser()), None, split
+    match = None if path.exists() else _DATASET.fullmatch(source)
+    return (match["name"], match["config"], match["split"]) if match else (str(path), None, None)
 
 
 def load_rows(name: str, config: str | None = None, *, split: str, **options: Any) -> Any:
