@@ -1,6 +1,7 @@
 """All that peft does with LoRA, done with sine-LoRA: its modules, fields, scales, optimizers, hotswap and experts."""
 
 import copy
+import dataclasses
 
 import peft
 import pytest
@@ -231,8 +232,18 @@ def scales(model, name="default"):
 def test_scales_are_loras(options, expected):
     model = llama(**options)
     assert scales(model) == expected
-    again = SineLoraConfig(r=4, **options)
-    assert again.lora_alpha == model.peft_config["default"].lora_alpha
+    alpha = options.get("lora_alpha", 2 if "use_rslora" in options else 4)
+    assert model.peft_config["default"].lora_alpha == alpha, "as a number, which other tools read"
+
+
+@pytest.mark.parametrize("changed", [{"r": 2}, {"rank_pattern": {"v_proj": 2}}, {"use_rslora": True}])
+def test_the_default_scale_is_one_after_the_config_is_changed(changed):
+    config = SineLoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    other = dataclasses.replace(config, **changed)
+    for name, value in changed.items():
+        setattr(config, name, value)
+    assert scales(get_peft_model(model_helpers.llama(), config)) == {1.0}
+    assert scales(get_peft_model(model_helpers.llama(), other)) == {1.0}
 
 
 def test_changing_scales_changes_the_delta():

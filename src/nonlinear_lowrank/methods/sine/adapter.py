@@ -12,6 +12,7 @@ omega, gain and scaling are settings and not trained. At the zero start the grad
 times that of LoRA, so the learning rates of the two differ.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -99,20 +100,30 @@ class SineLoraConfig(NamedConfig, LoraConfig):
         check_integer("cached_weights", self.cached_weights, minimum=0)
         check_share("lora_dropout", self.lora_dropout)
         self.check_fields()
-        if self.lora_alpha is None:
-
-            def alpha(r: int) -> float:
-                return r**0.5 if self.use_rslora else float(r)
-
-            self.lora_alpha = alpha(self.r)
-            given, by_rank = self.alpha_pattern or {}, self.rank_pattern or {}
-            # The user's come first: peft takes the first pattern that matches.
-            self.alpha_pattern = given | {name: alpha(r) for name, r in by_rank.items() if name not in given}
         for name in ("lora_alpha", "gain"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), above=0)
         super().__post_init__()
         self.peft_type = PeftType(self.type_name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON values, lora_alpha as the number that other tools read."""
+        filled = copy.copy(self)
+        filled.fill_alpha()
+        return super(SineLoraConfig, filled).to_dict()
+
+    def fill_alpha(self) -> None:
+        """Put a scale of 1 in place of a lora_alpha of None, at the ranks that the config has by now."""
+        if self.lora_alpha is not None:
+            return
+
+        def alpha(r: int) -> float:
+            return r**0.5 if self.use_rslora else float(r)
+
+        self.lora_alpha = alpha(self.r)
+        given, by_rank = self.alpha_pattern or {}, self.rank_pattern or {}
+        # The user's come first: peft takes the first pattern that matches.
+        self.alpha_pattern = given | {name: alpha(r) for name, r in by_rank.items() if name not in given}
 
     def check_value(self, name: str, value: Any, where: str) -> None:
         if name == "r":
@@ -212,6 +223,7 @@ class SineLoraModel(CheckedTuner, LoraModel):
         super()._prepare_model(peft_config, model)
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: dict[str, Any]) -> Any:
+        peft_config.fill_alpha()
         # Experts that LoRA adapts by target_parameters: peft makes them so for its own type only.
         peft_config.peft_type = PeftType.LORA
         convert_peft_config_for_transformers(peft_config, model=self.model, conversions=None)
