@@ -102,9 +102,12 @@ class AdapterConfig(NamedConfig, PeftConfig):
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None
     """Tokens whose embedding rows are trained too, as in LoRA; trl fills it in for tokens that a chat template
     adds."""
+    ensure_weight_tying: bool = False
+    """Keep modules tied that the base model ties, where one of them is in modules_to_save, as in LoRA."""
     init_weights: bool = True
     """False draws the adapter so that it changes the outputs from the start (for tests)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.modules_to_tie: Any = None  # peft fills it in
         self.check_fields()

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
+from peft.tuners.lora import LoraModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING, PeftType, register_peft_method
 from peft.utils.constants import DUMMY_TARGET_MODULES, INCLUDE_LINEAR_LAYERS_SHORTHAND
@@ -282,6 +283,7 @@ class AdapterModel(CheckedTuner):
     """
 
     tuner_layer_cls = AdapterLayer
+    _add_modules_to_save_to_tie = LoraModel._add_modules_to_save_to_tie
     layer_classes: ClassVar[Mapping[str, type[nn.Module]]] = {}
     """The layer for each kind of `methods.matrix.Matrix` that the method adapts."""
 

@@ -487,6 +487,23 @@ def test_merging_into_a_weight_of_two_adapted_layers_is_refused():
     assert all(torch.equal(before[name], each) for name, each in model.named_parameters())
 
 
+@pytest.mark.parametrize("make", [nlr.SineLoraConfig, nlr.NobleAdapterConfig, nlr.NoraConfig])
+def test_embeddings_that_are_trained_whole_stay_tied(make, tmp_path):
+    base = model_helpers.llama(tie_word_embeddings=True)
+    plain = copy.deepcopy(base)
+    size = {"groups": 2} if make is nlr.NoraConfig else {"r": 2, "target_modules": ["q_proj"]}
+    model = get_peft_model(base, make(**size, modules_to_save=["embed_tokens"], ensure_weight_tying=True))
+    saved = [each.modules_to_save["default"] for each in (model.get_input_embeddings(), model.get_output_embeddings())]
+    assert saved[0].weight is saved[1].weight
+    tokens = torch.arange(12).view(2, 6)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    with torch.no_grad():
+        saved[0].weight -= 0.1 * saved[0].weight.grad
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(plain, tmp_path)
+    assert torch.equal(loaded(input_ids=tokens).logits, model(input_ids=tokens).logits)
+
+
 @pytest.mark.parametrize(
     "config",
     [
