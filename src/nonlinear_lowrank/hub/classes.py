@@ -394,6 +394,7 @@ def _config_twin(base: Any) -> Any:
     )
     own = {"__module__": __name__, "__doc__": doc, "__init__": __init__, "model_type": TYPE_PREFIX + base.model_type}
     own |= {"save_pretrained": save_pretrained, "modeling_file": True}  # of configs that only change their class too
+    own["__reduce_ex__"] = lambda self, protocol: _by_plain_classes(base.__reduce_ex__(self, protocol), base)
     twin: Any = type(CLASS_PREFIX + base.__name__, (base,), own)
     _share_weight_conversions(base.model_type, twin.model_type)
     return twin
@@ -416,13 +417,26 @@ def twin_of(base: Any, config_class: Any = None) -> Any:
         AugmentedModel.__init__(self, *args, **kwargs)
 
     own = {"__module__": __name__, "__doc__": doc, "__init__": __init__, "config_class": _config_twin(config_class)}
+    own["__reduce_ex__"] = lambda self, protocol: _by_plain_classes(
+        base.__reduce_ex__(self, protocol), base, config_class
+    )
     twin = type(CLASS_PREFIX + base.__name__, (AugmentedModel, base), own)
     _share_weight_conversions(base.__name__, twin.__name__)
     return twin
 
 
+def _by_plain_classes(reduced: Any, *plain: Any) -> Any:
+    """Return what pickle keeps of a twin's object, with its plain classes: those of a user's file have no name here."""
+    return _new, plain, *reduced[2:]
+
+
+def _new(base: Any, config_class: Any = None) -> Any:
+    twin = _config_twin(base) if config_class is None else twin_of(base, config_class)
+    return twin.__new__(twin)
+
+
 def __getattr__(name: str) -> Any:
-    """Twins by name, so that pickle and `from nonlinear_lowrank.hub.classes import ...` find them."""
+    """Twins by name, for `from nonlinear_lowrank.hub.classes import ...`."""
     if name.startswith(CLASS_PREFIX):
         base: Any = getattr(transformers, name.removeprefix(CLASS_PREFIX), None)
         if isinstance(base, type) and issubclass(base, PreTrainedConfig):

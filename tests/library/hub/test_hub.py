@@ -187,6 +187,23 @@ def test_loading_takes_a_dtype_and_a_device_map(saved, name):
         assert torch.equal(loaded(**inputs).logits, reference(**inputs).logits)
 
 
+class OfAUser(hf.LlamaForCausalLM):
+    """A class that transformers does not know."""
+
+
+def test_models_of_other_classes_are_pickled():
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    t5 = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 67}
+    models = [OfAUser(hf.LlamaConfig(**sizes, vocab_size=67)), hf.T5EncoderModel(hf.T5Config(**t5)).encoder]
+    for model in models:
+        nlr.augment(model, nlr.NobleConfig(rank=2), verbose=False)
+        again = pickle.loads(pickle.dumps(model))
+        assert type(again) is type(model)
+        assert type(again.config) is type(model.config)
+        assert again.config.to_dict() == model.config.to_dict()
+        assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
 def test_copies_and_pickles_compute_the_same():
     model = augmented("gpt2")
     inputs = batch(model)
