@@ -87,6 +87,27 @@ def test_noble_gives_the_same_outputs_in_float32_and_under_autocast(settings):
     assert (found - rounded).norm() <= 0.03 * rounded.norm()
 
 
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_inputs_have_the_gradients_that_they_had(settings, kernels):
+    model = nn.ModuleDict({each: nn.Linear(16, 8) for each in ("q_proj", "k_proj", "v_proj")})
+    with_branches(model, **settings)
+
+    def loss(x):
+        return sum(layer(x).sin().sum() for layer in model.values())
+
+    x = torch.randn(3, 16)
+    expected = torch.func.grad(loss)(x)
+    nlr.optimize_for_inference(model)
+    leaf = x.clone().requires_grad_()
+    with use_kernels(kernels):
+        loss(leaf).backward()
+        found = [leaf.grad, torch.func.grad(loss)(x), torch.func.vmap(torch.func.grad(loss))(x)]
+        found.append(torch.func.jacrev(loss)(x))
+    for gradient in found:
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_weights_of_a_member_are_its_own():
     model = with_branches(model_helpers.llama())
     wanted = {name: each.weight.clone() for name, each in model.named_modules() if isinstance(each, nlr.NobleLinear)}

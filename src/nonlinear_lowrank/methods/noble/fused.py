@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nonlinear_lowrank.methods.matrix import is_hooked, replace_modules
+from nonlinear_lowrank.ops.derivatives import transformed
 from nonlinear_lowrank.ops.native import native
 from nonlinear_lowrank.ops.plain import wide
 
@@ -96,7 +97,8 @@ class FusedNoble(nn.Module):
         """Return y of all layers, views of one product, or of one alone."""
         own: Any = self._buffers  # attributes of modules are slow to read
         weight, bias, n, r = own["fused_weight"], own["fused_bias"], len(self.widths), self.rank
-        plain = alone is None and self.cosine and not torch.compiler.is_compiling()
+        differentiated = transformed() or (torch.is_grad_enabled() and x.requires_grad)
+        plain = alone is None and self.cosine and not torch.compiler.is_compiling() and not differentiated
         if plain and (fast := native(x, weight)) is not None:
             ys: list[Tensor] = fast.noble_decode.default(x, list(own.values()), n, self.dense_bias)
             if ys:  # none under autocast
@@ -130,7 +132,8 @@ class FusedNoble(nn.Module):
     def _join(self, own: Any, place: int, y: Tensor, u: Tensor) -> Tensor:
         up, up_bias, gate = own[f"up{place}"], own[f"up_bias{place}"], own[f"gate{place}"]
         if gate is None:
-            y = y.addmm_(u, up) if y.dtype == up.dtype else torch.addmm(y, u, up)  # autocast knows the latter alone
+            written = y.dtype == up.dtype and not u.requires_grad and not transformed()
+            y = y.addmm_(u, up) if written else torch.addmm(y, u, up)  # autocast knows the latter alone
         else:
             y = gate * y + (1 - gate) * (u @ up if up_bias is None else torch.addmm(up_bias, u, up))
         return y if self.scale == 1 else y * self.scale
