@@ -14,6 +14,7 @@ their multipliers diverges in the first steps. A fused projection is one matrix 
 """
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -44,19 +45,17 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
     inside: nn.Module = getattr(model, "get_base_model", lambda: model)()  # of peft's model, which hides the backbone
     heads = {id(part) for name in output_head_names(inside) for part in inside.get_submodule(name).modules()}
     by_name: dict[str, Role] = {}
-    named_by_parent: dict[str, Role] = {}
+    named: dict[str, Role] = {}  # before the parameters: a module may hold them one or two levels deeper
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
         method = method_of_layer(module)
         own = method.roles(module) if method else {}
-        for local, role in getattr(module, "parameter_roles", dict)().items():
-            named_by_parent[prefix + local] = role
+        for local, role in {**own, **getattr(module, "parameter_roles", dict)()}.items():
+            named[prefix + local] = role
         for local, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = prefix + local
-            if local in own:
-                role = own[local]
-            elif name in named_by_parent:
-                role = named_by_parent[name]
+            if (known := named.get(name) or named.get(_whole(name))) is not None:
+                role = known
             elif parameter.ndim < 2:
                 role = VECTOR
             elif isinstance(module, nn.Embedding) or id(module) in heads:
@@ -67,6 +66,11 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
                 role = OTHER
             by_name[name] = role
     return {name: by_name[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _whole(name: str) -> str:
+    """Return the name of the tensor that torch's parametrizations, pruning or old weight norm made a parameter of."""
+    return re.sub(r"(parametrizations\.)?(\w+)(\.original\d*|_orig|_g|_v)$", r"\2", name)
 
 
 def param_groups(
@@ -312,6 +316,7 @@ def check_first_steps(optimizer: Optimizer) -> None:
     if sum(len(group["params"]) for group in optimizer.param_groups) < 2 or isinstance(optimizer, torch.optim.LBFGS):
         return  # LBFGS takes one group, and its line search one learning rate
     _warn_of_bypassed(held)
+    _warn_of_uncalled(optimizer)
     found = mismatches(optimizer.param_groups)
     parts = []
     if lost := [each.role for each in found if each.lost]:
@@ -320,10 +325,12 @@ def check_first_steps(optimizer: Optimizer) -> None:
     if decayed := [each.role for each in found if each.decayed]:
         parts.append(f"decays {_counted(decayed)}, which must not be decayed")
     if parts:
+        fix = "use nlr.param_groups(model, lr=...), nlr.TrainerMixin or nlr.LearningRateCallback"
+        if lost and all("role" in group for group in optimizer.param_groups):  # rates that were right once
+            fix = "a scheduler gave all groups one rate: pass it [g['lr'] for g in optimizer.param_groups]"
         warn_once(
             {each.layer: None for each in found},
-            f"{type(optimizer).__name__} {' and '.join(parts)}; use nlr.param_groups(model, lr=...), nlr.TrainerMixin "
-            "or nlr.LearningRateCallback, or silence nlr.LearningRateWarning",
+            f"{type(optimizer).__name__} {' and '.join(parts)}; {fix}, or silence nlr.LearningRateWarning",
         )
 
 
@@ -342,8 +349,8 @@ def _warn_of_untrained(held: set[int]) -> None:
     ]
     if left:
         warnings.warn(
-            f"{len(left)} branches are in no optimizer and are not trained: make the optimizer after nlr.augment, or "
-            "freeze them (requires_grad_(False))",
+            f"{len(left)} branches are in no optimizer that has stepped: make it after nlr.augment, or freeze them "
+            "(requires_grad_(False))",
             stacklevel=5,
         )
 
@@ -362,6 +369,21 @@ def _warn_of_bypassed(held: set[int]) -> None:
         warnings.warn(
             f"{len(bypassed)} branches have no effect: the model takes the weights of these layers without calling "
             f"them ({', '.join(dict.fromkeys(bypassed))}); leave them out with exclude=",
+            stacklevel=5,
+        )
+
+
+def _warn_of_uncalled(optimizer: Optimizer) -> None:
+    """Warn where no adapter of a kind got a gradient while other tensors did: the model no longer calls them."""
+    graded = {id(each): each.grad is not None for group in optimizer.param_groups for each in group["params"]}
+    kinds: dict[str, set[bool]] = {}
+    for layer in (each for each in list(layers_alive) if dense_part(each) is None):
+        own = {graded[id(each)] for each in layer.parameters() if each.requires_grad and id(each) in graded}
+        kinds.setdefault(type(layer).__name__, set()).update(own)
+    if idle := sorted(kind for kind, found in kinds.items() if found == {False} and any(graded.values())):
+        warnings.warn(
+            f"no {' and no '.join(idle)} got a gradient: the model does not call them (a forward that Liger or another "
+            "tool put in place afterwards?); switch that off, or leave them out with exclude_modules=",
             stacklevel=5,
         )
 

@@ -1,16 +1,19 @@
 """Parameter groups: the multiplier table, every parameter once, Muon split, state through files."""
 
 import copy
+import warnings
 from functools import partial
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
 import nonlinear_lowrank as nlr
 from model_helpers import FAMILIES, batch
 from nonlinear_lowrank import NobleConfig
+from nonlinear_lowrank.optim import parameter_roles
 from refusals import assert_refused
 
 KINDS = {
@@ -51,6 +54,28 @@ def test_multipliers_are_the_papers_table():
         assert groups[name]["lr"] == pytest.approx(2e-3 * multiplier), name
         decays = name in ("0.dense.weight", "0.noble_down", "0.noble_up", "0.noble_mix1")
         assert groups[name]["weight_decay"] == (0.01 if decays else 0.0), name
+
+
+def test_pruned_and_parametrized_branches_keep_their_roles():
+    def model():
+        made = nn.Sequential(nn.Linear(16, 16))
+        nlr.augment(made, NobleConfig(rank=4), verbose=False)
+        return made
+
+    plain = parameter_roles(model())["0.noble_up"]
+    pruned, normed, old = model(), model(), model()
+    prune.l1_unstructured(pruned[0], "noble_up", 0.5)
+    parametrizations.weight_norm(normed[0], "noble_up")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.nn.utils.weight_norm(old[0], "noble_up")
+    for changed, names in (
+        (pruned, ["0.noble_up_orig"]),
+        (normed, ["0.parametrizations.noble_up.original0", "0.parametrizations.noble_up.original1"]),
+        (old, ["0.noble_up_g", "0.noble_up_v"]),
+    ):
+        roles = parameter_roles(changed)
+        assert [roles[name] for name in names] == [plain] * len(names)
 
 
 def test_a_fresh_list_each_time_and_names_reach_the_optimizer(capsys):

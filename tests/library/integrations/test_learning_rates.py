@@ -54,6 +54,33 @@ def test_model_parameters_are_warned_of_once_with_the_fix():
     assert not warned(model, SGD(model.parameters(), lr=1e-3)), "the same model again"
 
 
+def test_a_scheduler_that_gives_all_groups_one_rate_is_named():
+    model = augmented()
+    optimizer = AdamW(nlr.param_groups(model, lr=1e-3, verbose=False))
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=10)
+    (message,) = warned(model, optimizer)
+    assert "a scheduler gave all groups one rate: pass it [g['lr'] for g in optimizer.param_groups]" in message
+    model = augmented()
+    optimizer = AdamW(nlr.param_groups(model, lr=1e-3, verbose=False))
+    rates = [group["lr"] for group in optimizer.param_groups]
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=rates, total_steps=10)
+    assert not warned(model, optimizer)
+
+
+def test_adapters_that_nothing_calls_any_more_are_named():
+    def step(patched):
+        model = nn.Sequential(nn.Linear(16, 12), nn.GELU(), nn.Linear(12, 8))
+        model = peft.get_peft_model(model, nlr.NoraConfig(groups=2, target_modules=["1"], modules_to_save=["2"]))
+        inner = model.base_model.model
+        forward = (lambda x: inner[2](inner[0](x).relu())) if patched else model
+        forward(torch.randn(3, 16)).square().sum().backward()
+        AdamW(nlr.param_groups(model, lr=1e-3, verbose=False)).step()
+
+    step(patched=False)
+    with pytest.warns(UserWarning, match="no NoraActivation got a gradient: the model does not call them"):
+        step(patched=True)
+
+
 @pytest.mark.parametrize("settings", [{"foreach": True}, {"fused": True}])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_and_kinds_of_steps_are_seen(copied, settings):
