@@ -12,6 +12,10 @@ from transformers.pytorch_utils import Conv1D
 
 Kind = Literal["linear", "conv1d", "conv2d", "embedding"]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_pre_hooks")
+# Our own layers have such.
+_HOOKS_OF_FILES = ("_state_dict_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 @dataclass(frozen=True)
@@ -29,10 +33,11 @@ class Matrix:
         return weight.flatten(1) if self.kind == "conv2d" else weight
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Return whether something was put on a module itself: hooks, parametrizations, a forward (as accelerate does)."""
-    own = vars(module)
-    return is_parametrized(module) or "forward" in own or any(own[kind] for kind in _HOOKS)
+def is_hooked(module: nn.Module, plain: bool = False) -> bool:
+    """Return whether something was put on a module itself: hooks, parametrizations, a forward (as accelerate does);
+    of a plain one also hooks of its files."""
+    own, kinds = vars(module), (*_HOOKS, *_HOOKS_OF_FILES) if plain else _HOOKS
+    return is_parametrized(module) or "forward" in own or any(own[kind] for kind in kinds)
 
 
 def is_plain_linear(module: nn.Module) -> bool:
@@ -110,10 +115,23 @@ def replace_modules(model: nn.Module, replacements: Mapping[nn.Module, nn.Module
             if child is not None and child in replacements:
                 setattr(parent, name, replacements[child])
         # Mask2Former's blocks call their layers from a list of their own.
-        for held in (each for each in vars(parent).values() if isinstance(each, list)):
-            for place, each in enumerate(held):
-                if isinstance(each, nn.Module) and each in replacements:
-                    held[place] = replacements[each]
+        for name, held in list(vars(parent).items()):
+            if name not in _OF_EVERY_MODULE and (new := _replaced(held, replacements)) is not held:
+                vars(parent)[name] = new
+
+
+def _replaced(held: Any, replacements: Mapping[nn.Module, nn.Module], depth: int = 3) -> Any:
+    """Return an attribute with every replacement in it: written into lists and dicts, a new tuple, or what it was."""
+    if isinstance(held, nn.Module):
+        return replacements.get(held, held)
+    if depth and isinstance(held, list | dict):
+        for key, each in list(held.items() if isinstance(held, dict) else enumerate(held)):
+            if (new := _replaced(each, replacements, depth - 1)) is not each:
+                held[key] = new
+    elif depth and type(held) is tuple:
+        new = tuple(_replaced(each, replacements, depth - 1) for each in held)
+        return new if any(one is not other for one, other in zip(new, held, strict=True)) else held
+    return held
 
 
 def holders(model: nn.Module) -> dict[int, list[tuple[str, nn.Module]]]:

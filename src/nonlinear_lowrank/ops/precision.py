@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nonlinear_lowrank.errors import UserError
+
 
 def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context without autocast on the tensor's device."""
@@ -62,3 +64,12 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 def formula_product(left: Tensor, right: Tensor) -> Tensor:
     """Return `product` as part of a plain formula, which the compiler may trace."""
     return left @ right if torch.compiler.is_compiling() else product(left, right)
+
+
+def check_unrounded(tensor: Tensor, what: str) -> None:
+    """Raise UserError where FSDP has rounded what is kept in float32: a phase of 30 rad would be off by 0.1 rad."""
+    if tensor.dtype in (torch.bfloat16, torch.float16):
+        raise UserError(
+            f"FSDP has rounded {what} to 16 bits: use MixedPrecisionPolicy(param_dtype=torch.float32) and "
+            "autocast, in torchtitan --training.mixed_precision_param float32"
+        )

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -26,8 +27,11 @@ from .report import AugmentReport, measure_plain
 from .split import apply_splits, check_split, saved_splits, split_linears
 from .targets import HOOKED, Patterns, choose_found, choose_linears, expert_tensors, holds_numbers
 
-# By name, so that FSDP1 need not be imported.
+# By name, so that FSDP1 and dynamo need not be imported.
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+_COMPILED = "OptimizedModule"
+
+_NORMS = ("LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm", "BatchNorm")
 
 after_augment: list[Callable[[nn.Module, dict[str, Any]], None]] = []
 """Hooks, called with (model, entry) once a model was augmented; `hub` adds the one that makes it saveable."""
@@ -82,6 +86,8 @@ def augment(
     method = known_method(config)
     if not isinstance(model, nn.Module):
         raise UserError(f"augment takes a module, got {type(model).__name__}")
+    if torch.is_inference_mode_enabled():
+        raise UserError("tensors made inside torch.inference_mode() cannot be trained; augment outside it")
     if any(map(is_lazy, model.parameters())):
         raise UserError("the model has lazy layers, whose shapes are not known yet; run one batch through it first")
     if wrapper := next((kind for each in model.modules() if (kind := type(each).__name__) in _WRAPPERS), None):
@@ -229,8 +235,10 @@ def _check(name: str, model: nn.Module, method: Method, config: Any) -> None:
     module, parent = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
     if method.kind == "linear":
         _check_linear(name, module, method)
-    if is_hooked(module):
+    if is_hooked(module, plain=method_of_layer(module) is None):
         raise UserError(f"{name} {HOOKED}")
+    if type(parent).__name__ == _COMPILED:
+        raise UserError(f"{name} was compiled on its own; augment the model first, and call torch.compile then")
     if any(each.is_inference() for each in module.parameters()):
         raise UserError(f"{name} was made inside torch.inference_mode() and cannot be trained; make the model outside")
     method.check_parent(name, module, parent)
@@ -281,11 +289,12 @@ def _swap(model: nn.Module, method: Method, configs: Mapping[str, Any]) -> dict[
 def _was_trained(model: nn.Module) -> bool:
     """Return whether a part of the model has weights to keep: from_pretrained made it, or training changed a norm.
 
-    A new norm's weights are all one number (not a new BatchNorm's everywhere: MobileViT draws them). What else loads a
-    checkpoint (load_state_dict, timm) leaves no mark.
+    A new norm's weights are all one number, but for a BatchNorm's, which MobileViT draws; it counts its batches. What
+    else loads a checkpoint (load_state_dict, timm) leaves no mark.
     """
     return any(map(_was_loaded, model.modules())) or any(
-        any(kind in type(module).__name__ for kind in ("LayerNorm", "RMSNorm"))
+        any(kind in type(module).__name__ for kind in _NORMS)
+        and ((batches := getattr(module, "num_batches_tracked", None)) is None or bool(batches > 0))
         and type(weight := getattr(module, "weight", None)) is nn.Parameter  # a fake one, or a shard, has no values
         and weight.numel() > 1
         and not weight.is_meta

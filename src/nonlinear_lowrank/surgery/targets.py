@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import Findings, Method, dense_part, method_of_layer
@@ -30,12 +31,30 @@ _EACH_TOKEN = re.compile(
 )
 
 
+def outermost_models(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the transformers models in a model that are in no other, by name; the model itself if there is none."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():  # those around a module come before it
+        if isinstance(module, PreTrainedModel) and not any(is_within(name, other) for other in found):
+            found[name] = module
+    return found or {"": model}
+
+
+def is_within(name: str, other: str) -> bool:
+    """Return whether a module is another or inside it, by their names."""
+    return not other or f"{name}.".startswith(f"{other}.")
+
+
 def output_head_names(model: nn.Module) -> dict[str, str]:
-    """Return linears that produce the model's output, with the reason: {name: why}."""
-    backbone, get_output = getattr(model, "base_model", None), getattr(model, "get_output_embeddings", None)
-    has_backbone = isinstance(backbone, nn.Module) and backbone is not model
-    inside = {id(module) for module in backbone.modules()} if has_backbone else set()  # type: ignore[union-attr]
-    output = get_output() if callable(get_output) else None
+    """Return linears that produce a model's output, or that of one inside, with the reason: {name: why}."""
+    outputs, headed, inside = set[int](), set[int](), set[int]()
+    for part in outermost_models(model).values():
+        backbone, get_output = getattr(part, "base_model", None), getattr(part, "get_output_embeddings", None)
+        if callable(get_output):
+            outputs.add(id(get_output()))
+        if isinstance(backbone, nn.Module) and backbone is not part:
+            headed |= {id(module) for module in part.modules()}
+            inside |= {id(module) for module in backbone.modules()}
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     heads = {}
     for name, module in model.named_modules():
@@ -45,9 +64,9 @@ def output_head_names(model: nn.Module) -> dict[str, str]:
             continue
         if id(weight) in tied:
             heads[name] = "tied to an embedding"
-        elif module is output or (has_backbone and id(module) not in inside):
+        elif id(module) in outputs | (headed - inside):
             heads[name] = "output head"
-        elif not has_backbone and _HEAD_NAMES.fullmatch(name):
+        elif id(module) not in headed and _HEAD_NAMES.fullmatch(name):
             heads[name] = "named like an output head"
     return heads
 
@@ -268,7 +287,10 @@ def unreached_experts(model: nn.Module) -> str:
 
 def is_unread_pooler(model: nn.Module, name: str) -> bool:
     """Return whether a module is of a pooler that the head, one for every token, never reads."""
-    return bool(_POOLER.fullmatch(name) and _EACH_TOKEN.fullmatch(type(model).__name__))
+    if not _POOLER.fullmatch(name):
+        return False
+    around = (part for start, part in outermost_models(model).items() if is_within(name, start))
+    return any(_EACH_TOKEN.fullmatch(type(part).__name__) for part in around)
 
 
 # What forwards use is read from their compiled code, which exists even without source: linears whose tensors they take

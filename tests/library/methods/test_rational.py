@@ -179,3 +179,10 @@ def test_wrong_uses_are_one_line():
 def test_the_better_of_two_fits_is_taken():
     """A numerator of degree 2 over one of 3 has no room for the even part of gelu alone, which leaves 0.06."""
     assert fit_rational("gelu", degrees=(2, 3), fit_range=2.0).error < 0.01
+
+
+def test_coefficients_that_fsdp_has_rounded_are_refused():
+    layer = RationalActivation(RationalConfig(groups=2, activation="gelu"))
+    assert layer.bfloat16().rational_numerator.dtype == torch.float32
+    layer.rational_numerator.data = layer.rational_numerator.data.bfloat16()
+    assert_refused("FSDP has rounded rational coefficients.*param_dtype=torch.float32", layer, torch.randn(2, 8))

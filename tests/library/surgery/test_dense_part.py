@@ -129,6 +129,20 @@ def test_distributed_state_dicts_load_into_wrapped_models(wrapped, full, process
     torch.testing.assert_close(plain(x), wrapped_model(x))
 
 
+def test_activations_are_drawn_after_sharding(process_group):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+        nlr.augment(model, nlr.RationalConfig(groups=2, anchor="exact"), verbose=False)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    model[1].reset_parameters()
+    x = torch.randn(3, 8)
+    for each in (model[0], model[2]):
+        nn.init.eye_(each.weight.to_local())
+        nn.init.zeros_(each.bias.to_local())
+    torch.testing.assert_close(model(x), nn.functional.gelu(x))
+
+
 def _augmented(model):
     nlr.augment(model, NobleConfig(rank=4), verbose=False)
     return model

@@ -50,6 +50,7 @@ from nonlinear_lowrank.methods.base import AdapterArm, BranchLayer, Method, Mult
 from nonlinear_lowrank.methods.experts import active_experts, linear_shapes, projections
 from nonlinear_lowrank.methods.matrix import linear_shape
 from nonlinear_lowrank.ops.plain import wide
+from nonlinear_lowrank.surgery.targets import is_within, outermost_models
 
 from .branch import draw_branch, draw_up, has_own_init, joined
 from .config import NobleConfig
@@ -262,8 +263,12 @@ class NobleMethod(Method):
                 raise UserError(f"own_init has {each!r}, which is not the weight or bias of a swapped linear")
         if config.own_init is not None or config.init != "scratch":
             return config
-        find = own_inits if isinstance(model, PreTrainedModel) else zero_weights
-        return replace(config, own_init=find(model, names))
+        found: tuple[str, ...] = ()
+        for start, part in outermost_models(model).items():
+            if isinstance(part, PreTrainedModel):
+                found += own_inits(model, [name for name in names if is_within(name, start)])
+                names = [name for name in names if not is_within(name, start)]
+        return replace(config, own_init=found + zero_weights(model, names))
 
     def settings(self, config: Any, layers: Collection[nn.Module]) -> list[str]:
         found = [f"init: {config.init}" + f", except {', '.join(config.own_init or ())}" * bool(config.own_init)]
@@ -298,7 +303,8 @@ class NobleMethod(Method):
         else:
             shapes = {"noble_": layer.noble_shape}
         roles = {prefix + name: role for prefix, shape in shapes.items() for name, role in _roles(layer, shape)}
-        return {name: role for name, role in roles.items() if layer._parameters.get(name) is not None}
+        # One that is pruned or parametrized is no parameter, and its parts have its role.
+        return {name: role for name, role in roles.items() if layer._parameters.get(name, name) is not None}
 
     def flops(self, layer: Any) -> int:
         if isinstance(layer, NobleExperts):

@@ -24,12 +24,12 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers import initialization as init
 
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.base import AdapterArm, Findings, Method, Role, Target, register
 from nonlinear_lowrank.methods.experts import by_expert
 from nonlinear_lowrank.ops.plain import kept_float32
+from nonlinear_lowrank.ops.precision import check_unrounded
 from nonlinear_lowrank.validation import check_choice, check_integer
 
 from .fit import RationalFit, check_degrees, check_range, fit_rational, straight_tails
@@ -193,9 +193,9 @@ class RationalActivation(nn.Module):
         for side, values in (("numerator", fit.numerator), ("denominator", fit.denominator)):
             for name in (f"rational_{side}", f"rational_base_{side}"):
                 tensor = getattr(self, name)
-                if tensor is not None:
-                    row = torch.tensor(values, dtype=torch.float32, device=tensor.device)
-                    init.copy_(tensor, row.expand_as(tensor))
+                if tensor is not None and not getattr(tensor, "_is_hf_initialized", False):
+                    shard = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of FSDP2
+                    shard.copy_(torch.tensor(values, dtype=torch.float32, device=shard.device).expand_as(shard))
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
         """Return numerator and denominator: (G, .), or (E, G, .) of experts."""
@@ -208,7 +208,8 @@ class RationalActivation(nn.Module):
         return self.rational_base_numerator, self.rational_base_denominator
 
     def forward(self, x: Tensor) -> Tensor:
-        """See `RationalConfig.evaluate`."""
+        """See `RationalConfig.evaluate`; raise UserError where FSDP has rounded the coefficients to 16 bits."""
+        check_unrounded(self.rational_numerator, "rational coefficients")
         return self.rational_config.evaluate_all(x, *self.coefficients(), self.base_coefficients(), self.expert_ends)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

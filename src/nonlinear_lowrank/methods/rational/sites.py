@@ -25,7 +25,7 @@ from transformers import activations as hf
 from nonlinear_lowrank.methods.expert_layouts import layout_of
 from nonlinear_lowrank.methods.experts import expert_count, projections
 from nonlinear_lowrank.methods.matrix import matrix_of
-from nonlinear_lowrank.surgery.targets import functions_called, why_bypassed
+from nonlinear_lowrank.surgery.targets import functions_called, outermost_models, why_bypassed
 
 _POOLERS = re.compile(r"(.*_)?(pooler|pooling|summary)(_.*)?")
 _HEADS = re.compile(r"(.*_)?(heads?|classifier|predictions)|cls|score|embed_out")
@@ -119,8 +119,11 @@ def survey(model: nn.Module) -> Survey:
         if not _is_adapter(module)
         for child in module._modules
     }
-    body = getattr(model, "base_model", model)
-    inside = {id(module) for module in body.modules()} if isinstance(body, nn.Module) and body is not model else None
+    outside: set[int] = set()
+    for part in outermost_models(model).values():
+        body = getattr(part, "base_model", part)
+        if isinstance(body, nn.Module):
+            outside |= {id(module) for module in part.modules()} - {id(module) for module in body.modules()}
     for name, module in places:
         if _is_adapter(module):
             found.adapters.append(name)
@@ -130,7 +133,7 @@ def survey(model: nn.Module) -> Survey:
         rational = getattr(plain, "rational_config", None)  # of a `layer.RationalActivation`
         formula = formula_of(plain) if rational is None else rational.activation
         if formula and name:
-            skipped = _why_skipped(name, outside=inside is not None and id(module) not in inside)
+            skipped = _why_skipped(name, outside=id(module) in outside)
             found.sites[name] = _site(model, name, plain, formula, parents, skipped)
         elif formula:
             continue  # the model is itself an activation
@@ -212,7 +215,7 @@ class _Shape(NamedTuple):
 def _shape(module: nn.Module | None) -> _Shape | None:
     if module is None:
         return None
-    plain: Any = _plain(module) or module
+    plain: Any = module if (found := _plain(module)) is None else found
     if isinstance(plain, _CONVOLUTIONS):
         return _Shape(plain, plain.in_channels, plain.out_channels, -1 - len(plain.kernel_size))
     matrix = matrix_of(plain)

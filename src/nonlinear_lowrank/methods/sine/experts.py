@@ -21,8 +21,9 @@ from transformers import initialization as init
 from nonlinear_lowrank.methods.expert_layouts import Projection, layout_of, remove_weights
 from nonlinear_lowrank.methods.experts import by_expert, expert_count, experts_forward, projections, with_state
 from nonlinear_lowrank.ops.plain import kept_float32
+from nonlinear_lowrank.ops.precision import check_unrounded
 
-from .op import check_unrounded, lowrank_linear, lowrank_weight
+from .op import lowrank_linear, lowrank_weight
 
 _ENDS = ("in", "out")
 
@@ -79,7 +80,7 @@ class SineExperts(nn.Module):
 
     def forward(self, *inputs: Any) -> Tensor:
         """See the class; raise UserError where FSDP has rounded the factors to 16 bits."""
-        check_unrounded(self._factors("in")[0])
+        check_unrounded(self._factors("in")[0], "sine factors")
         ends, config = {each.name: (end, each.d_in) for end, each in self.ends()}, self.sine_config
 
         def linear(name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:

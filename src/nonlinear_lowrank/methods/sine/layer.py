@@ -41,11 +41,12 @@ from nonlinear_lowrank.methods.base import AdapterArm, Method, Role, register
 from nonlinear_lowrank.methods.experts import active_experts, linear_shapes, projections
 from nonlinear_lowrank.methods.matrix import is_hooked, linear_shape, replace_modules
 from nonlinear_lowrank.ops.plain import kept_float32
+from nonlinear_lowrank.ops.precision import check_unrounded
 from nonlinear_lowrank.validation import check_choice, check_integer, check_number
 
 from .experts import SineExperts
 from .fit import fit_factors
-from .op import WEIGHT_ACTIVATIONS, check_unrounded, lowrank_linear, lowrank_weight
+from .op import WEIGHT_ACTIVATIONS, lowrank_linear, lowrank_weight
 
 WeightActivation = Literal["sine", "identity", "sigmoid", "relu"]
 
@@ -210,7 +211,7 @@ class SineLowRankLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features); raise UserError where FSDP has rounded the factors to 16 bits."""
         factors = self.sine_up, self.sine_down
-        check_unrounded(self.sine_up)
+        check_unrounded(self.sine_up, "sine factors")
         return lowrank_linear(x, *factors, self.bias, self.sine_config.activation, *self._settings())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -27,7 +27,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.ops.derivatives import differentiated, formula_gradients, transformed
 from nonlinear_lowrank.ops.kernels import as_one_op, custom_op, fake_gradients, filled, reshaped
 from nonlinear_lowrank.ops.plain import autocast_input, wide_dtype
@@ -38,7 +37,6 @@ from .reference import PHI, lowrank_linear_reference, lowrank_weight, sine_embed
 
 __all__ = [
     "WEIGHT_ACTIVATIONS",
-    "check_unrounded",
     "embedding_delta",
     "lowrank_linear",
     "lowrank_weight",
@@ -47,15 +45,6 @@ __all__ = [
 
 WEIGHT_ACTIVATIONS = tuple(PHI)
 """Names of phi."""
-
-
-def check_unrounded(factor: Tensor) -> None:
-    """Raise UserError where FSDP has rounded a factor to 16 bits: a phase of 30 rad would be off by 0.1 rad."""
-    if factor.dtype in (torch.bfloat16, torch.float16):
-        raise UserError(
-            "FSDP has rounded sine factors to 16 bits: use MixedPrecisionPolicy(param_dtype=torch.float32) and "
-            "autocast, in torchtitan --training.mixed_precision_param float32"
-        )
 
 
 def lowrank_linear(
