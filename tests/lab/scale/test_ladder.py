@@ -11,6 +11,7 @@ import nlr_lab.scale.run as scale_run
 from cli_helpers import run, succeed
 from nlr_lab.recipes import get_recipe
 from nlr_lab.scale.ladder import SCALES, Rung, backbone, inner_parameters, scaled
+from nlr_lab.scale.record import build_record
 from nlr_lab.scale.report import render
 from nlr_lab.scale.run import run_ladder, write
 from nonlinear_lowrank.errors import UserError
@@ -95,7 +96,15 @@ def test_climbs_goes_on_and_judges_what_it_predicted(climbed, capsys, monkeypatc
     report = (out / "report.md").read_text()
     assert "## Predicted: w32-t0.06" in report
     assert "**confirmed**" in report or "**refuted**" in report
+    assert "With two seeds a rung its interval holds about 77 %" in report
     assert "No joint law" in report
+    diverged = json.loads(json.dumps(results["rungs"]))
+    diverged[2]["arms"]["noble"] |= {"losses": [1.0, None], "mean": None, "against": None}
+    again = build_record(diverged, {"w32-t0.06": predicted}, results["settings"], "nlr scale")
+    said = again["predicted"]["w32-t0.06"]["losses"]
+    assert {each["verdict"] for each in said["noble"].values()} == {"diverged"}
+    assert {each["verdict"] for each in said["plain"].values()} <= {"confirmed", "refuted"}
+    assert "| - | **diverged** |" in render(again)
     assert (out / "ladder.png").stat().st_size > 1000
 
     # A rung that is stopped in its middle loses nothing of the others, and what one width tells is no law.
