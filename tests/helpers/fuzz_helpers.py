@@ -36,7 +36,7 @@ from nlr_lab.fields.scenes import read_scene
 from nlr_lab.recipes import get_recipe
 from nlr_lab.runtime.storage import read_json
 from nlr_lab.tasks.finetune.classification import read_tsv
-from nlr_lab.tasks.finetune.instructions import read_examples
+from nlr_lab.tasks.finetune.records import read_examples
 from nlr_lab.tasks.images.sources import read_images
 from nlr_lab.tasks.text.data import Corpus
 from nlr_lab.training import Arm, Recipe

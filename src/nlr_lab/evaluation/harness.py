@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nlr_lab.runtime.tables import number_table, render_table
-from nlr_lab.tasks.finetune.instructions import ALPACA
+from nlr_lab.tasks.finetune.records import ALPACA
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import require
 

@@ -7,7 +7,7 @@ import torch
 
 from nlr_lab.evaluation.harness import MAX_NEW_TOKENS, PROMPTS, find_answer, score_answers
 from nlr_lab.evaluation.local_tasks import answers_of, find_local_tasks
-from nlr_lab.tasks.finetune.instructions import read_examples
+from nlr_lab.tasks.finetune.records import read_examples
 from refusals import assert_refused
 from task_helpers import answer_tokenizer, commonsense_rows, tiny_model, write_lines
 

@@ -14,13 +14,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import finetune_helpers as kit
-from nlr_lab.tasks.finetune.instructions import (
-    Example,
-    encode,
-    read_examples,
-    summary,
-    tokenize,
-)
+from nlr_lab.tasks.finetune.instructions import encode, summary, tokenize
+from nlr_lab.tasks.finetune.records import Example, read_examples
 from refusals import assert_refused
 from seeds import rng
 
