@@ -491,6 +491,19 @@ class _Session:
 
     # --- the record ------------------------------------------------------------------------------------------
 
+    def _unused(self) -> list[str]:
+        """Return a sentence for each arm that has finished runs in the folder which this report does not use."""
+        notes = []
+        for arm in self.plan.arms:
+            place, choice = self._of_arm(arm, self.steps), self.chosen[arm.name][0]
+            tried = [Choice(lr=run.lr, init=run.init, head_lr=run.head_lr) for run in self.tried.get(arm.name, ())]
+            used = {each.folder for each in (*tried, choice) if each is not None}
+            found = {str(file.parent.parent.relative_to(place)) for file in place.glob(f"**/seed-*/{RESULT}")}
+            if left := sorted(each for each in found - used if not each.startswith(SHORTENED)):
+                why = "are in the folder and not in this report, which was called with another --lr or --tune-lr"
+                notes.append(f"Runs of `{arm.name}` at {', '.join(left)} {why}.")
+        return notes
+
     def _report(self) -> Comparison:
         """Write record, pictures and report; each file whole or not at all."""
         plan, trials, path = self.plan, self.trials, self.folder.path
@@ -508,7 +521,7 @@ class _Session:
             seeds=plan.seeds,
             measure=trials.measure,
             times=self.measured.times,
-            notes=self.notes + self.threads.notes,
+            notes=self.notes + on_rank_0(self._unused) + self.threads.notes,
             threads=trials.recipe.train.threads,
         )
         results = trials.add_to(results)

@@ -251,6 +251,16 @@ def test_arms_and_seeds_of_former_calls_that_are_left_out_are_named(go, capsys):
     assert not any("left out" in note for note in go(tune_lr=(1e-3, 2e-3), resume=True).results["notes"])
 
 
+def test_runs_at_rates_of_former_calls_are_named(go):
+    go(tune_lr=(1e-3, 2e-3), seeds=2)
+    notes = go(resume=True, seeds=2).results["notes"]
+    left = [note for note in notes if "another --lr or --tune-lr" in note]
+    assert len(left) == 3
+    assert left[1].startswith("Runs of `baseline-init-noble` at lr-0.00")
+    again = go(tune_lr=(1e-3, 2e-3), resume=True, seeds=2).results["notes"]
+    assert not any("at lr-0.001" in note for note in again if "`noble-r4`" in note)
+
+
 def test_reports_the_seeds_that_every_arm_finished(go, tmp_path):
     training = FakeTraining(gain)
     training.stop_after = 8
