@@ -79,6 +79,8 @@ def run_train(arguments: list[str]) -> None:
         numbers = f"{measure.name} {result.score:.4f}, loss {result.scores['loss']:.4f}"
     print(f"{numbers} after {result.steps} steps; {options.out}/model")
     _print_divergence(result.diverged_at)
+    if measure.is_loss and result.best_score is not None and result.final_loss > 1.01 * result.best_score:
+        print(f"the lowest was {result.best_score:.4f} at step {result.best_step}: train for fewer, or on more data")
     if former is not None:
         print(former.verdict(result, Path(options.out)))
     text = isinstance(recipe.task, LanguageModelTask | OptLanguageModelTask)
@@ -113,6 +115,7 @@ def run_finetune(arguments: list[str]) -> None:
         print(former.verdict(result, Path(options.out)))
     model = Path(options.out) / "model"
     print(f"{model}\nto load it:\n{loading_code(model, recipe.task.model.where())}")
+    print(f"next: nlr evaluate {shlex.quote(options.out)}")
 
 
 def run_fit(arguments: list[str]) -> None:

@@ -4,7 +4,8 @@
 |---------------|---------------------------------------------------------------------------------------------------|
 | seeds         | three or more, and p after Holm's correction is below 0.05                                        |
 | tuned         | the learning rates of both arms were tuned, and no best one lies at the edge of its grid          |
-| flattened     | neither curve improved by more than the difference over the last fifth of its steps               |
+| flattened     | neither curve improved by more than the difference over the last fifth of its steps, nor rose by  |
+|               | more from its best                                                                                |
 | evaluations   | there are enough to tell that, and to read a speed off: ten a curve, and no crossing at the first |
 | equal FLOPs   | the better arm has no more FLOPs than the other, or is better than a control with as many as it   |
 | equal hours   | its wall-clock speedup is above 1 (p below 0.05 after Holm's correction), it did not end worse,   |
@@ -45,7 +46,7 @@ def conditions_met(results: Record, name: str, other: str) -> tuple[str, ...]:
     met = {
         "seeds": pair["n"] >= _LEAST_SEEDS and p_holm is not None and p_holm < _LEVEL,
         "tuned": all(_tuned(arm) for arm in both),
-        "flattened": cautions is not None and not {"flattened", "seldom"} & cautions.keys(),
+        "flattened": cautions is not None and not {"flattened", "rose", "seldom"} & cautions.keys(),
         "evaluations": cautions is not None and not {"evaluations", "seldom"} & cautions.keys(),
         "equal FLOPs": _equal_flops(results, name, other, delta),
         # A curve that was at an end long before, of either arm, gives no usable speed.

@@ -406,9 +406,8 @@ them better."""
 _LIMITS = """\
 - Seeds are the sample: the intervals speak of other seeds of this recipe, not of other texts, sizes or lengths of \
 training. Every seed gives all arms the same batches in the same order and the same evaluation data.
-- p is of the paired t-test over seeds, p (Holm) corrected for the number of arms in the table. Those of \
-speedups are not corrected, but what "faster" rests on is; a number is given only when every seed reached the \
-reference's final loss.
+- p is of the paired t-test over seeds, p (Holm) corrected for the number of arms in the table. Speedups \
+are corrected only where "faster" is said; a number is given only when every seed reached the reference's final loss.
 - Learning rates are tuned on one seed of their own, so the best one is uncertain by about one step of the grid.
 - A grade counts the conditions of nlr_lab/compare/grade.py that a claim meets; "faster" is said only where all but a \
 downstream score are met.
@@ -421,6 +420,8 @@ def draw_models(out: Path, results: Record) -> None:
     metric = results["metric"]
     label = f"evaluation loss ({metric['unit']})" if by_loss(results) else f"{metric['name']} on held-out examples"
     _plot_curves(out / "curves.png", results, label, "curve" if by_loss(results) else "metric_curve")
+    for name in ("training.png", "rates.png"):  # of a call before, which tuned
+        (out / name).unlink(missing_ok=True)
     if _has_training(results):
         _plot_curves(out / "training.png", results, "training loss", "train_curve")
     if any(arm["tuning"] for arm in results["arms"]):

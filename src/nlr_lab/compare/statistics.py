@@ -126,7 +126,8 @@ def curve_cautions(
     """Say where two arms' curves (name -> those of its seeds) do not support a claim about their difference.
 
     They have not flattened: over the last fifth of its steps one of the two still improved, in the mean over seeds, by
-    more than the difference ("flattened"). Or this is unknown ("seldom").
+    more than the difference ("flattened"). Or this is unknown ("seldom"). Or one has risen again from its best by more
+    than the difference ("rose").
     """
     late = {name: [late_change(curve) for curve in of_seeds] for name, of_seeds in curves.items()}
     known = {name: [each for each in changes if each is not None] for name, changes in late.items()}
@@ -135,13 +136,23 @@ def curve_cautions(
     sign = 1 if higher_is_better else -1
     gains = {name: sign * float(np.mean([change for change, _ in changes])) for name, changes in known.items()}
     moving = [f"`{name}` by {gain:.3g}" for name, gain in gains.items() if gain > abs(difference)]
-    if not moving:
-        return {}
-    share = max(share for changes in known.values() for _, share in changes)
-    return {
-        "flattened": f"the curves have not flattened (over the last {100 * share:.0f} % of the steps "
-        f"{' and '.join(moving)} still improved, more than the difference), so it may be one of speed or schedule alone"
+    cautions = {}
+    if moving:
+        share = max(share for changes in known.values() for _, share in changes)
+        cautions["flattened"] = (
+            f"the curves have not flattened (over the last {100 * share:.0f} % of the steps "
+            f"{' and '.join(moving)} still improved, more than the difference), so it may be one of speed or schedule "
+            "alone"
+        )
+    # The best of a score's evaluations is their noise's; a loss is of the same examples each time.
+    lost = {
+        name: float(np.mean([curve[-1][1] - min(value for _, value in curve) for curve in of_seeds]))
+        for name, of_seeds in curves.items()
+        if not higher_is_better
     }
+    if risen := [f"`{name}` by {each:.3g}" for name, each in lost.items() if each > abs(difference)]:
+        cautions["rose"] = f"{' and '.join(risen)} ended above the best of its curve, by more than the difference"
+    return cautions
 
 
 def speed_cautions(curves: Mapping[str, Sequence[Points]], bounds: int) -> dict[str, str]:

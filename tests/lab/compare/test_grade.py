@@ -62,7 +62,7 @@ def test_says_faster_where_all_but_a_downstream_score_is_met():
     ("change", "missing"),
     [
         ({"seeds": (1, 2)}, {"seeds"}),
-        ({"rises": 0.3}, {"equal hours"}),
+        ({"rises": 0.3}, {"flattened", "equal hours"}),
         ({"falls": 0.0}, {"equal hours"}),  # the baseline's curve was flat
         ({"rates": ()}, {"tuned"}),
         ({"rates": (1e-3, 1e-2)}, {"tuned"}),

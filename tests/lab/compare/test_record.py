@@ -108,6 +108,14 @@ def test_late_change_needs_an_evaluation_in_the_first_four_fifths():
     assert curve_cautions(0.4, {"a": [[(80, 3.5), (100, 3.0)], [(80, 3.5), (100, 3.4)]]}) == {}
 
 
+def test_a_curve_that_rose_again_is_said():
+    flat, risen = [[(50, 3.0), (80, 3.0), (100, 3.0)]], [[(50, 2.5), (80, 3.2), (100, 3.4)]]
+    (said,) = curve_cautions(0.4, {"a": flat, "b": risen}).items()
+    assert said == ("rose", "`b` by 0.9 ended above the best of its curve, by more than the difference")
+    assert curve_cautions(1.0, {"a": flat, "b": risen}) == {}
+    assert curve_cautions(0.4, {"b": risen}, higher_is_better=True) == {}, "a score's best is its noise's"
+
+
 LOST = {"train": None, "plain": None, "loss": None}
 
 
