@@ -8,6 +8,8 @@ from nlr_lab.runtime.processes import world_size
 from nlr_lab.runtime.storage import disk_errors, holds_former, write_text
 from nonlinear_lowrank.errors import UserError
 
+_SCORES = b'{\n  "checkpoint"'  # how the scores of `nlr evaluate` begin
+
 
 def find_model(path: str, *, adapters: bool = False) -> Path:
     """Return the model folder (with `adapters`, also of peft) that is named: itself, or the `model` of a run folder.
@@ -29,8 +31,10 @@ def find_model(path: str, *, adapters: bool = False) -> Path:
                 raise UserError(f"{place} holds an adapter, not a model; merge it first: {merge}")
             return place
     if (folder / "recipe.json").exists():
-        resume = f"nlr train ... --out {shlex.quote(path)} --resume"
-        raise UserError(f"the run in {path} has not finished; resume with {resume}")
+        again = shlex.join(["nlr", "train", "--config", str(folder / "recipe.json"), "--out"])
+        if (folder / "result.json").exists():
+            raise UserError(f"the run in {path} diverged and has no model; start over: {again} NEW, with a lower --lr")
+        raise UserError(f"the run in {path} has not finished; resume with {again} {shlex.quote(path)} --resume")
     if (folder / "fit.json").exists():
         raise UserError(f"{path} holds a fit, no transformers model; its scores are in result.json beside its pictures")
     raise UserError(f"no model in {path}: neither config.json nor model/config.json is there")
@@ -64,8 +68,17 @@ def check_out(options: Any, marker: str, what: str) -> None:
         holds_former(Path(options.out), marker, what, resume=options.resume, overwrite=options.overwrite)
 
 
-def check_parent(path: str | Path | None, option: str) -> None:
-    """Raise UserError where the folder of an output file is missing, or a folder has its name."""
+def check_parent(path: str | Path | None, option: str, *inputs: str | Path | None) -> None:
+    """Raise UserError where an output file has no folder, is a folder, or is a file that is read: an input, or one in
+    an input folder, but for scores of a call before."""
+    for each in inputs:
+        read, target = Path(each or "").expanduser().resolve(), Path(path or "").resolve()
+        if None in (path, each) or not target.is_file() or read not in (target, *target.parents):
+            continue
+        with target.open("rb") as file:
+            former = file.read(len(_SCORES)) == _SCORES
+        if not former:
+            raise UserError(f"{path} is, or is inside, {each}, which is read; name another file ({option})")
     if path is not None and Path(path).is_dir():
         raise UserError(f"{path} is a folder; name a file ({option})")
     if path is not None and not Path(path).absolute().parent.is_dir():

@@ -113,7 +113,7 @@ def _check(options: EvaluateOptions) -> None:
         for name in names:
             if getattr(options, name) is not None and not acts:
                 raise UserError(f"--{name.replace('_', '-')} does nothing without {needed}")
-    check_parent(options.out, "--out")
+    check_parent(options.out, "--out", options.checkpoint, options.source)
 
 
 def _sort_tasks(tasks: Sequence[str]) -> tuple[list[str], list[str], list[str]]:

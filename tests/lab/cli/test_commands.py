@@ -222,6 +222,19 @@ def test_bench_step_measures_and_records(capsys, tmp_path):
     assert len(json.loads((tmp_path / "b.json").read_text())["times"]["eager"]["baseline"]) == 3
 
 
+def test_runs_without_a_model_say_how_to_go_on(trained, capsys, tmp_path):
+    folder, _ = trained
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(folder / "run" / "recipe.json", run)
+    again = f"nlr train --config {run}/recipe.json --out"
+    assert f"has not finished; resume with {again} {run} --resume" in refused(capsys, "evaluate", run)
+    (run / "result.json").write_text("{}")
+    assert f"diverged and has no model; start over: {again} NEW" in refused(capsys, "generate", run, "--prompt", "x")
+    error = refused(capsys, "merge", folder / "run" / "model", tmp_path / "out")
+    assert "holds a whole model and no adapter: there is nothing to merge" in error
+
+
 @pytest.mark.parametrize("command", ["evaluate", "generate", "convert"])
 def test_damaged_models_are_refused(trained, capsys, tmp_path, command):
     folder, _ = trained

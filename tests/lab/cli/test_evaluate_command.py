@@ -274,6 +274,14 @@ def test_tasks_without_lm_eval_name_the_extra(folder, capsys, monkeypatch):
     assert install_hint("eval") in err
 
 
+def test_a_file_that_is_read_is_not_written_over(folder, capsys):
+    before = (folder / "text.txt").read_bytes()
+    command = ["evaluate", folder / "base", "--source", folder / "text.txt", "--out"]
+    for out, read in ((folder / "text.txt", "text.txt"), (folder / "base" / "config.json", "base")):
+        assert f"{read}, which is read; name another file (--out)" in refused(capsys, *command, out)
+    assert (folder / "text.txt").read_bytes() == before
+
+
 def test_other_commands_take_or_refuse_an_adapter(folder, capsys, tmp_path):
     assert "merge it first: nlr merge" in refused(capsys, "convert", folder / "adapter", tmp_path / "out")
     out = succeed(capsys, "generate", folder / "adapter", "--prompt", "stone", "--max-new-tokens", "4")

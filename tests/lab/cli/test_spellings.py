@@ -72,6 +72,17 @@ def test_warmup_of_one_kind_replaces_that_of_the_other(tmp_path):
     assert (train.warmup_steps, train.warmup_share) == (0, 0.5)
 
 
+def test_settings_of_other_commands_are_named_and_ignored(tmp_path, capsys):
+    file = tmp_path / "mine.toml"
+    file.write_text("seeds = 5\n[train]\nlr = 0.5\n")
+    assert read("llm-demo", "--config", file)[0].lr == 0.5
+    assert f"--config {file}: seeds is not a setting of this command, and is ignored" in capsys.readouterr().err
+    file = tmp_path / "recipe.json"
+    file.write_text('{"recipe": {"seeds": 5, "train": {"lr": 0.25}}}')
+    assert read("llm-demo", "--config", file)[0].lr == 0.25
+    assert capsys.readouterr().err == ""
+
+
 def test_a_file_may_have_names_of_transformers(tmp_path, capsys):
     file = tmp_path / "theirs.yaml"
     file.write_text("learning_rate: 3e-3\nmax_steps: 60\nreport_to: none\noutput_dir: runs/y\n")

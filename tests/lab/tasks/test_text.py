@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from nlr_lab.tasks.text import packed as packing
 from nlr_lab.tasks.text.data import END_OF_TEXT, Corpus, TextData
 from nlr_lab.tasks.text.packed import prepare_text
+from nlr_lab.tasks.text.shards import token_files
 from nlr_lab.tasks.text.tokenizers import load_tokenizer
 from nonlinear_lowrank import UserError
 from refusals import assert_refused
@@ -116,6 +117,24 @@ def test_null_rows_are_as_blank_ones(tmp_path, kind):
     save = {"jsonl": rows.to_json, "parquet": rows.to_parquet, "saved": rows.save_to_disk}[kind]
     save(str(path := tmp_path / f"data.{kind}"))
     assert list(Corpus(source=str(path)).documents()) == ["one", "two"]
+
+
+@pytest.mark.parametrize("run", ["train", "compare"])
+def test_runs_inside_the_source_are_not_read(tmp_path, monkeypatch, run):
+    documents = make_documents(3)
+    for index, document in enumerate(documents):
+        (tmp_path / f"{index}.txt").write_text(document, encoding="utf-8")
+    marker, beside = {"train": ("recipe.json", "checkpoints"), "compare": ("compare.json", "runs")}[run]
+    (tmp_path / "out" / beside).mkdir(parents=True)
+    (tmp_path / "out" / marker).write_text("{}")
+    (tmp_path / "out" / beside / "README.md").write_text("not for training")
+    (tmp_path / "dishes").mkdir()
+    (tmp_path / "dishes" / "recipe.json").write_text("{}")  # of another kind
+    (tmp_path / "dishes" / "soup.txt").write_text("boil it")
+    monkeypatch.chdir(tmp_path)
+    for source in (".", "./", str(tmp_path)):
+        assert token_files(source) is None
+        assert list(Corpus(source=source).documents()) == [*documents, "boil it"]
 
 
 def test_folders_saved_datasets_and_the_standard_library(tmp_path):

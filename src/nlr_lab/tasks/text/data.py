@@ -335,10 +335,16 @@ def _is_saved_dataset(path: Path) -> bool:
     return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
+_RUNS = (("recipe.json", {"log.jsonl", "checkpoints", "model"}), ("compare.json", {"runs", "log.jsonl"}))
+
+
 def visible_files(folder: Path, without: tuple[str, ...] = ("__pycache__",)) -> list[Path]:
-    """Return the files of a folder and of its subfolders that are not hidden, sorted."""
+    """Return the files of a folder and of its subfolders that are not hidden, nor of our own runs in them, sorted."""
     found: list[Path] = []
     for parent, folders, names in os.walk(folder):
+        if Path(parent) != folder and any(marker in names and beside & {*names, *folders} for marker, beside in _RUNS):
+            folders[:] = []
+            continue
         folders[:] = [name for name in folders if name not in without and not name.startswith(".")]
         found += [Path(parent, name) for name in names if not name.startswith(".")]
     return sorted(path for path in found if path.is_file())

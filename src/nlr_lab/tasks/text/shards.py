@@ -154,7 +154,7 @@ def token_files(source: str) -> list[Path] | None:
         return None
     if path.suffix == ".idx":
         path = path.with_suffix(".bin")
-    beside = [path.with_name(f"{path.name}{suffix}") for suffix in (".bin", ".idx")]
+    beside = [path.parent / f"{path.name}{suffix}" for suffix in (".bin", ".idx")]
     if path.suffix == ".bin":
         found = [path] if path.is_file() else sorted(map(Path, glob.glob(str(path), recursive=True)))
         if not found:
