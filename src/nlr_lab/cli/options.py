@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import field, fields, make_dataclass, replace
 from decimal import Decimal
 from operator import attrgetter
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_type_hints
 
@@ -136,7 +137,13 @@ def parse_recipe(
     if "task" in chosen:
         _check_used(chosen["task"], own["task"], users)
         chosen["task"] = chosen["task"].with_data_known()
-    return replace(recipe, **chosen), parsed
+    sources = [
+        Path(str(value)).name or str(value)
+        for key, value in flatten(chosen[subject]).items()
+        if key.endswith("source") and value and value != flatten(own[subject]).get(key)
+    ]
+    about = {"description": f"The recipe {name} on {' and '.join(sources)}."} if sources else {}
+    return replace(recipe, **chosen, **about), parsed
 
 
 def _check_used(task: Any, before: Any, arguments: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 import difflib
 import json
 import re
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -72,6 +73,8 @@ def as_arguments(settings: Mapping[str, Any], known: Sequence[str], path: str, g
         found = find(name, known)
         if not found:
             if name in _OTHERS:
+                if not path.endswith(".json"):  # a run's own recipe.json has all of a recipe
+                    print(f"--config {path}: {name} is not a setting of this command, and is ignored", file=sys.stderr)
                 continue
             near = difflib.get_close_matches(name, [*known, *(each.rpartition(".")[2] for each in known)], n=1)
             raise UserError(

@@ -117,7 +117,7 @@ def check_name(name: str, command: str = "") -> None:
     """Raise UserError, with the nearest names, when there is no recipe of that name, or it is another command's."""
     known = recipes_of(command)
     if name not in RECIPES:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else "nlr recipes lists them"
         raise UserError(f"unknown recipe {name!r}; {hint}")
     if name not in known:

@@ -49,6 +49,9 @@ ARM_METHODS: dict[str, ArmKind] = {kind.name: kind for kind in _KINDS}
 """Every kind of arm by its name; functions of the user's own come on top."""
 
 
+_PLAIN = ("plain", "none", "vanilla", "base", "original")
+
+
 def _split_parts(text: str) -> list[str]:
     """Cut an arm's short form at each "+" that a method's name follows; "nora++" and "1e+3" stay whole."""
     known = "|".join(re.escape(name) for name in sorted(ARM_METHODS, key=len, reverse=True))
@@ -62,7 +65,8 @@ def _find_kinds(name: str) -> list[ArmKind]:
     if len(names := _split_parts(name)) == 1:
         if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
             return [Function(name)]
-        near = difflib.get_close_matches(name.partition(":")[0], ARM_METHODS, n=1, cutoff=0.5)
+        own = name.partition(":")[0].lower()
+        near = ["baseline"] if own in _PLAIN else difflib.get_close_matches(own, ARM_METHODS, n=1, cutoff=0.6)
         known = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(ARM_METHODS)}, or module:function"
         raise UserError(f"unknown arm {name!r}; {known}")
     kinds = [kind for each in names for kind in _find_kinds(each)]

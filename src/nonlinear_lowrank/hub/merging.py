@@ -89,6 +89,8 @@ def merge_adapter(
     if dtype != "auto" and not (isinstance(given, torch.dtype) and given.is_floating_point):
         raise UserError(f"unknown dtype {dtype!r}; use auto, float32, bfloat16 or float16")
     folder, output = check_folder(adapter_dir).resolve(), Path(output_dir).expanduser().resolve()
+    if (folder / "config.json").is_file() and not (folder / ADAPTER_CONFIG).is_file():
+        raise UserError(f"{folder} holds a whole model and no adapter: there is nothing to merge; use it as it is")
     config = read_json(folder / ADAPTER_CONFIG)
     peft_type = _check_type(folder, config)
     check_output(output, overwrite=overwrite)

@@ -93,6 +93,8 @@ def test_short_forms_are_read_but_written_otherwise():
     [
         ("nobel", "unknown arm 'nobel'; did you mean 'noble'"),
         ("nobel:rank=4", "did you mean 'noble'"),
+        ("NOBLE:rank=4", "did you mean 'noble'"),
+        ("plain", "unknown arm 'plain'; did you mean 'baseline'"),
         ("noble:rnk=4", "no setting 'rnk'; did you mean 'rank'"),
         ("baseline,noble:rank=8", "put a space between arms"),
         ("", "unknown arm"),
