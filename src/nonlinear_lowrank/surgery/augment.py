@@ -294,10 +294,10 @@ def _was_trained(model: nn.Module) -> bool:
     """
     return any(map(_was_loaded, model.modules())) or any(
         any(kind in type(module).__name__ for kind in _NORMS)
-        and ((batches := getattr(module, "num_batches_tracked", None)) is None or bool(batches > 0))
         and type(weight := getattr(module, "weight", None)) is nn.Parameter  # a fake one, or a shard, has no values
         and weight.numel() > 1
         and not weight.is_meta
+        and ((batches := getattr(module, "num_batches_tracked", None)) is None or bool(batches > 0))
         and bool(weight.float().amin() < weight.float().amax())  # float8 has neither
         for module in model.modules()
     )

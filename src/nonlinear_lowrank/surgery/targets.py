@@ -47,14 +47,15 @@ def is_within(name: str, other: str) -> bool:
 
 def output_head_names(model: nn.Module) -> dict[str, str]:
     """Return linears that produce a model's output, or that of one inside, with the reason: {name: why}."""
-    outputs, headed, inside = set[int](), set[int](), set[int]()
+    outputs, headed = set[int](), set[int]()
     for part in outermost_models(model).values():
         backbone, get_output = getattr(part, "base_model", None), getattr(part, "get_output_embeddings", None)
         if callable(get_output):
             outputs.add(id(get_output()))
         if isinstance(backbone, nn.Module) and backbone is not part:
-            headed |= {id(module) for module in part.modules()}
-            inside |= {id(module) for module in backbone.modules()}
+            own = {id(module) for module in part.modules()}
+            headed |= own
+            outputs |= own - {id(module) for module in backbone.modules()}
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     heads = {}
     for name, module in model.named_modules():
@@ -64,7 +65,7 @@ def output_head_names(model: nn.Module) -> dict[str, str]:
             continue
         if id(weight) in tied:
             heads[name] = "tied to an embedding"
-        elif id(module) in outputs | (headed - inside):
+        elif id(module) in outputs:
             heads[name] = "output head"
         elif id(module) not in headed and _HEAD_NAMES.fullmatch(name):
             heads[name] = "named like an output head"
