@@ -4,8 +4,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from nlr_lab.recipes import RECIPES
 from nlr_lab.runtime.processes import world_size
-from nlr_lab.runtime.storage import disk_errors, holds_former, write_text
+from nlr_lab.runtime.storage import disk_errors, holds_former, read_json, write_text
 from nonlinear_lowrank.errors import UserError
 
 _SCORES = b'{\n  "checkpoint"'  # how the scores of `nlr evaluate` begin
@@ -31,7 +32,9 @@ def find_model(path: str, *, adapters: bool = False) -> Path:
                 raise UserError(f"{place} holds an adapter, not a model; merge it first: {merge}")
             return place
     if (folder / "recipe.json").exists():
-        again = shlex.join(["nlr", "train", "--config", str(folder / "recipe.json"), "--out"])
+        entry = RECIPES.get(read_json(folder / "recipe.json", "restore it").get("recipe", {}).get("name"))
+        command = entry.command if entry else "train"
+        again = shlex.join(["nlr", command, "--config", str(folder / "recipe.json"), "--out"])
         if (folder / "result.json").exists():
             raise UserError(f"the run in {path} diverged and has no model; start over: {again} NEW, with a lower --lr")
         raise UserError(f"the run in {path} has not finished; resume with {again} {shlex.quote(path)} --resume")
@@ -43,7 +46,6 @@ def find_model(path: str, *, adapters: bool = False) -> Path:
 def find_base(folder: Path, base: str | None = None) -> str | None:
     """Return the folder of an adapter's base model if it is packaged (named by `base` or by the adapter), or in the
     recipe of its run folder; else `base`."""
-    from nlr_lab.runtime.storage import read_json
     from nlr_lab.tasks.finetune.pretrained import PACKAGED, Pretrained
     from nonlinear_lowrank.hub.loading import ADAPTER_CONFIG, is_adapter
 
