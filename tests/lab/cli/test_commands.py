@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import types
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 from cli_helpers import refused, run, succeed
 from nlr_lab.cli import main as cli
+from nlr_lab.cli import train as train_command
 from nlr_lab.cli.options import parse_recipe
 from nlr_lab.cli.train import TrainOptions
 from nlr_lab.recipes import get_recipe, recipes_of
@@ -220,6 +222,14 @@ def test_bench_step_measures_and_records(capsys, tmp_path):
     assert "step over flops" in out
     assert (tmp_path / "b.png").is_file()
     assert len(json.loads((tmp_path / "b.json").read_text())["times"]["eager"]["baseline"]) == 3
+
+
+@pytest.mark.parametrize(("final", "said"), [(3.0, True), (2.01, False)])
+def test_a_loss_that_rose_from_its_lowest_is_said(capsys, monkeypatch, tmp_path, final, said):
+    result = types.SimpleNamespace(final_loss=final, best_score=2.0, best_step=4, steps=9, diverged_at=None)
+    monkeypatch.setattr(train_command, "_run", lambda *_: result)
+    out = succeed(capsys, "train", "llm-demo", "--arm", "baseline", "--out", tmp_path / "run")
+    assert ("the lowest was 2.0000 at step 4: train for fewer, or on more data" in out) == said
 
 
 def test_runs_without_a_model_say_how_to_go_on(trained, capsys, tmp_path):
