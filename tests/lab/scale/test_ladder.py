@@ -128,7 +128,7 @@ def test_climbs_goes_on_and_judges_what_it_predicted(climbed, capsys, monkeypatc
 
 def test_report_grades_its_claims():
     report = render(read(Path(__file__).parents[3] / "studies" / "ladder" / "results.json"))
-    assert "-0.0648 [-0.0749, -0.0548], p 0.0065, grade 5/7 |" in report
+    assert "-0.0648 [-0.0749, -0.0548], p 0.0091, grade 5/7 |" in report
     assert "-0.0721 [-0.1525, +0.0083], p 0.18, no difference shown |" in report
 
 
