@@ -353,7 +353,7 @@ def changed_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
 
 
 def _describe(setting: str, value: str, fingerprint: str) -> dict[str, Any]:
-    from nlr_lab.tasks.text.data import library_sources, visible_files
+    from nlr_lab.tasks.text.data import Corpus, library_sources, visible_files
     from nlr_lab.tasks.text.shards import token_files
 
     path, library = Path(value).expanduser(), Path(os.__file__).parent
@@ -371,7 +371,8 @@ def _describe(setting: str, value: str, fingerprint: str) -> dict[str, Any]:
         return {"name": path.name, **_hashed({path.name: path})}
     if (path / "recipe.json").is_file() and (path / "model").is_dir():
         path = path / "model"  # the part of a run folder that is read
-    return {"name": path.name, **_hashed({str(file.relative_to(path)): file for file in visible_files(path)})}
+    read = Corpus(source=value).files() if setting.startswith(("text.source", "text.valid_source")) else []
+    return {"name": path.name, **_hashed({str(file.relative_to(path)): file for file in read or visible_files(path)})}
 
 
 def _hashed(files: Mapping[str, Path]) -> dict[str, Any]:

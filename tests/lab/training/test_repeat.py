@@ -55,7 +55,8 @@ def test_data_are_recorded_file_by_file(tmp_path):
     (folder / "inner").mkdir(parents=True)
     (folder / "a.txt").write_text("one")
     (folder / "inner" / "b.txt").write_text("three")
-    (folder / ".hidden").write_text("no")
+    for unread in (".hidden", "notes.pdf"):
+        (folder / unread).write_text("no")
     task = make_recipe().task
 
     def record(source):
