@@ -148,6 +148,8 @@ def run_training(
         optimizer = optimizer_settings(model, recipe, arm, recipe.lr, arguments.device)
 
         on_rank_0(lambda: folder.open(prepared.fingerprint, overwrite=overwrite))
+        if report and not quiet:
+            print(_said(prepared, parameters, arguments.max_steps * known["tokens_per_step"], folder.path))
         warm = [] if start is None else [WarmOptimizer(start)]
         progress, request = progress_of(recipe, model, prepared, arguments.world_size), StopRequest()
         log = RunLog(folder.path, progress.tokens)
@@ -321,6 +323,16 @@ def _prepare(recipe: Recipe, quiet: bool) -> Any:
     mine: list[Any] = []
     on_rank_0(lambda: mine.append(recipe.task.prepare(progress=not quiet)))
     return mine[0] if mine else recipe.task.prepare(progress=False)
+
+
+def _said(prepared: Any, parameters: int, tokens: int, out: Path) -> str:
+    """Return in a line what is trained on what, and where the run is written."""
+    text, known = "", prepared.facts.get("train")
+    if isinstance(known, dict) and known.get("tokens"):
+        documents = f"{known['documents']:,} documents, " if known.get("documents") else ""
+        times = f", seen {tokens / known['tokens']:.2g} times" if tokens > 0 else ""
+        text = f"; {documents}{known['tokens']:,} tokens to train on{times}"
+    return f"{parameters:,} parameters{text}; into {out}"
 
 
 def _train(trainer: RunTrainer, recipe: Recipe, folder: RunFolder, *, resume: bool, quiet: bool) -> None:

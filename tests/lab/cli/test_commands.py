@@ -55,7 +55,9 @@ def test_data_may_move_and_not_change(tmp_path, capsys, monkeypatch):
     elsewhere.mkdir()
     monkeypatch.chdir(tmp_path)
     command = ["train", "llm-demo", "--arm", "baseline", "--cache-dir", tmp_path / "cache", *SIZES, "--out", out]
-    succeed(capsys, *command, "--source", text.name)
+    said = succeed(capsys, *command, "--source", text.name)
+    words = r"[\d,]+ parameters; [\d,]+ documents, [\d,]+ tokens to train on, seen [\d.e-]+ times; into "
+    assert re.search(rf"^{words}{re.escape(str(out))}$", said, re.MULTILINE)
     scored = succeed(capsys, "evaluate", out).replace(text.name, "")
     before = json.loads((out / "result.json").read_text())
     (out / "result.json").unlink()
