@@ -102,6 +102,8 @@ def test_tables_and_folders_are_read_as_json_is(tmp_path):
     for path in (tmp_path / "rows.csv", tmp_path / "saved", f"{tmp_path / 'folder'}@test"):
         assert examples(path) == [Example(each["prompt"], each["completion"]) for each in rows]
     assert_refused(r"no instruction file '.*none\.parquet'", examples, tmp_path / "none.parquet")
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1")
+    assert_refused(r"cannot load the dataset '.*torn\.parquet' \(", examples, tmp_path / "torn.parquet")
 
 
 def test_system_prompts_and_history_are_kept(tmp_path):
@@ -404,8 +406,14 @@ def test_tokenizers_and_rows_that_do_not_serve(tmp_path):
     GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "gpt2")
     kit.tokenizer(False).save_pretrained(tmp_path / "gpt2")
     short = replace(task, model=replace(task.model, checkpoint=str(tmp_path / "gpt2"), targets=("c_attn",)))
-    longer = r"the model has 4 positions and rows of up to \d+ tokens; lower --max-length"
+    longer = r"the model has 4 positions and rows have up to \d+; lower --max-length"
     assert_refused(longer, short.build_model, short.prepare(progress=False))
+    wide = GPT2LMHeadModel(GPT2Config(**{**sizes, "n_positions": 16}))
+    wide.save_pretrained(tmp_path / "gpt2")
+    packed = replace(short, instructions=replace(short.instructions, packing=True))
+    rows = packed.prepare(progress=False)
+    assert max(rows.train.lengths) > 16, "each of several examples, whose positions begin anew"
+    packed.build_model(rows)
     empty = write(tmp_path / "empty.jsonl", [{"prompt": "the", "completion": ""}] * 3)
     reason = r"0 rows are left to train and 0 to evaluate on \(.* 3 dropped .*raise --max-length"
     assert_refused(reason, kit.instruction_task(tmp_path, source=empty).prepare, progress=False)

@@ -135,19 +135,23 @@ class InstructionTask(FinetuneTask):
             raise UserError(f"the tokenizer has {len(prepared.tokenizer)} tokens and the model {rows} embeddings")
         if self.instructions.packing:
             check_packing(model)
-        _check_positions(model, max(*prepared.train.lengths, *prepared.valid.lengths))
+        _check_positions(model, prepared)
         return model
 
 
-def _check_positions(model: Any, longest: int) -> None:
-    """Raise UserError where rows are longer than a model's table of positions; rotary ones have no end."""
+def _check_positions(model: Any, prepared: Any) -> None:
+    """Raise UserError where examples are longer than a model's table of positions; rotary ones have no end."""
     from torch import nn
 
+    packed = prepared.train.more.get("position_ids", ())  # begin at 0 with each example, and rows are not filled up
+    multiple = prepared.collate.multiple
+    filled = -(-max([*prepared.valid.lengths, *(() if packed else prepared.train.lengths)]) // multiple) * multiple
+    longest = max([filled, *(int(each.max()) + 1 for each in packed)])
     limit = getattr(model.config, "max_position_embeddings", None)
     tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
     sizes = [each.num_embeddings for each in tables if each is not model.get_input_embeddings()]
     if limit and longest > limit and any(limit <= size <= limit + 2 for size in sizes):  # OPT's has two rows more
-        raise UserError(f"the model has {limit} positions and rows of up to {longest} tokens; lower --max-length")
+        raise UserError(f"the model has {limit} positions and rows have up to {longest}; lower --max-length")
 
 
 def tokenize(

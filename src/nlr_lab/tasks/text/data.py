@@ -257,6 +257,7 @@ def load_rows(name: str, config: str | None = None, *, split: str, **options: An
         found = datasets.load_from_disk(name)
         return found[split] if isinstance(found, datasets.DatasetDict) else found
     except Exception as error:  # the library raises many kinds, of its own and of its network stack
+        name = options.get("data_files", name)
         absent = "" if Path(name).exists() else ", which is not a file or folder here"
         why = f"{type(error).__name__}: {one_line(error, 200)}"
         fix = "give a file or folder, or another name"
