@@ -32,11 +32,12 @@ def find_model(path: str, *, adapters: bool = False) -> Path:
                 raise UserError(f"{place} holds an adapter, not a model; merge it first: {merge}")
             return place
     if (folder / "recipe.json").exists():
-        entry = RECIPES.get(read_json(folder / "recipe.json", "restore it").get("recipe", {}).get("name"))
+        entry = RECIPES.get(read_json(folder / "recipe.json", "restore it", recipe=dict)["recipe"].get("name", ""))
         command = entry.command if entry else "train"
         again = shlex.join(["nlr", command, "--config", str(folder / "recipe.json"), "--out"])
         if (folder / "result.json").exists():
-            raise UserError(f"the run in {path} diverged and has no model; start over: {again} NEW, with a lower --lr")
+            why = "it diverged, or its model was deleted"
+            raise UserError(f"the run in {path} has no model: {why}; start over: {again} NEW, with a lower --lr")
         raise UserError(f"the run in {path} has not finished; resume with {again} {shlex.quote(path)} --resume")
     if (folder / "fit.json").exists():
         raise UserError(f"{path} holds a fit, no transformers model; its scores are in result.json beside its pictures")
@@ -73,18 +74,20 @@ def check_out(options: Any, marker: str, what: str) -> None:
 def check_parent(path: str | Path | None, option: str, *inputs: str | Path | None) -> None:
     """Raise UserError where an output file has no folder, is a folder, or is a file that is read: an input, or one in
     an input folder, but for scores of a call before."""
-    for each in inputs:
-        read, target = Path(each or "").expanduser().resolve(), Path(path or "").resolve()
-        if None in (path, each) or not target.is_file() or read not in (target, *target.parents):
-            continue
-        with target.open("rb") as file:
-            former = file.read(len(_SCORES)) == _SCORES
-        if not former:
-            raise UserError(f"{path} is, or is inside, {each}, which is read; name another file ({option})")
+    if path is not None and (target := Path(path).resolve()).is_file():
+        around = {target, *target.parents}
+        for each in inputs:
+            if each and Path(each).expanduser().resolve() in around and not _holds_scores(target):
+                raise UserError(f"{path} is, or is inside, {each}, which is read; name another file ({option})")
     if path is not None and Path(path).is_dir():
         raise UserError(f"{path} is a folder; name a file ({option})")
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise UserError(f"no such folder: {Path(path).parent} ({option})")
+
+
+def _holds_scores(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(len(_SCORES)) == _SCORES
 
 
 def write_out(path: str, text: str) -> None:

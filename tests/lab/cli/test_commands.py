@@ -242,7 +242,9 @@ def test_runs_without_a_model_say_how_to_go_on(trained, capsys, tmp_path):
     again = f"nlr train --config {run}/recipe.json --out"
     assert f"has not finished; resume with {again} {run} --resume" in refused(capsys, "evaluate", run)
     (run / "result.json").write_text("{}")
-    assert f"diverged and has no model; start over: {again} NEW" in refused(capsys, "generate", run, "--prompt", "x")
+    assert f"has no model: it diverged, or its model was deleted; start over: {again} NEW" in refused(
+        capsys, "generate", run, "--prompt", "x"
+    )
     error = refused(capsys, "merge", folder / "run" / "model", tmp_path / "out")
     assert "holds a whole model and no adapter: there is nothing to merge" in error
 
