@@ -73,7 +73,8 @@ def as_arguments(settings: Mapping[str, Any], known: Sequence[str], path: str, g
         found = find(name, known)
         if not found:
             if name in _OTHERS:
-                if not path.endswith(".json"):  # a run's own recipe.json has all of a recipe
+                # A run's own recipe.json has all of a recipe; the name was checked.
+                if not path.endswith(".json") and name not in ("name", "description"):
                     print(f"--config {path}: {name} is not a setting of this command, and is ignored", file=sys.stderr)
                 continue
             near = difflib.get_close_matches(name, [*known, *(each.rpartition(".")[2] for each in known)], n=1)

@@ -74,9 +74,10 @@ def test_warmup_of_one_kind_replaces_that_of_the_other(tmp_path):
 
 def test_settings_of_other_commands_are_named_and_ignored(tmp_path, capsys):
     file = tmp_path / "mine.toml"
-    file.write_text("seeds = 5\n[train]\nlr = 0.5\n")
-    assert read("llm-demo", "--config", file)[0].lr == 0.5
-    assert f"--config {file}: seeds is not a setting of this command, and is ignored" in capsys.readouterr().err
+    file.write_text('name = "llm-demo"\nseeds = 5\n[train]\nlr = 0.5\n')
+    assert read("--config", file)[0].lr == 0.5
+    said = f"--config {file}: seeds is not a setting of this command, and is ignored\n"
+    assert capsys.readouterr().err == said, "the name is not ignored"
     file = tmp_path / "recipe.json"
     file.write_text('{"recipe": {"seeds": 5, "train": {"lr": 0.25}}}')
     assert read("llm-demo", "--config", file)[0].lr == 0.25
