@@ -46,7 +46,7 @@ class Example:
     given: int = 0
     """Messages of a conversation that are asked, answers in them included."""
     options: dict[str, Any] = field(default_factory=dict)
-    """What a conversation's template gets beside the messages, such as tools."""
+    """Arguments of a conversation's template besides the messages, such as tools."""
 
 
 def read_examples(source: str, template: str, rows: int | None = None) -> Iterator[Example | str]:
