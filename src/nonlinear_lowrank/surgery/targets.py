@@ -45,17 +45,24 @@ def is_within(name: str, other: str) -> bool:
     return not other or f"{name}.".startswith(f"{other}.")
 
 
+def outside_backbones(model: nn.Module) -> set[int]:
+    """Return the ids of all modules of the transformers models in a model that are not in their backbones."""
+    found: set[int] = set()
+    for part in outermost_models(model).values():
+        backbone = getattr(part, "base_model", part)
+        if isinstance(backbone, nn.Module):
+            found |= {id(module) for module in part.modules()} - {id(module) for module in backbone.modules()}
+    return found
+
+
 def output_head_names(model: nn.Module) -> dict[str, str]:
     """Return linears that produce a model's output, or that of one inside, with the reason: {name: why}."""
-    outputs, headed = set[int](), set[int]()
+    outputs, headed = outside_backbones(model), set[int]()
     for part in outermost_models(model).values():
-        backbone, get_output = getattr(part, "base_model", None), getattr(part, "get_output_embeddings", None)
-        if callable(get_output):
+        if callable(get_output := getattr(part, "get_output_embeddings", None)):
             outputs.add(id(get_output()))
-        if isinstance(backbone, nn.Module) and backbone is not part:
-            own = {id(module) for module in part.modules()}
-            headed |= own
-            outputs |= own - {id(module) for module in backbone.modules()}
+        if id(part) in outputs:
+            headed |= {id(module) for module in part.modules()}
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     heads = {}
     for name, module in model.named_modules():

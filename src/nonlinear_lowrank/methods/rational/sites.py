@@ -25,7 +25,7 @@ from transformers import activations as hf
 from nonlinear_lowrank.methods.expert_layouts import layout_of
 from nonlinear_lowrank.methods.experts import expert_count, projections
 from nonlinear_lowrank.methods.matrix import matrix_of
-from nonlinear_lowrank.surgery.targets import functions_called, outermost_models, why_bypassed
+from nonlinear_lowrank.surgery.targets import functions_called, outside_backbones, why_bypassed
 
 _POOLERS = re.compile(r"(.*_)?(pooler|pooling|summary)(_.*)?")
 _HEADS = re.compile(r"(.*_)?(heads?|classifier|predictions)|cls|score|embed_out")
@@ -119,11 +119,7 @@ def survey(model: nn.Module) -> Survey:
         if not _is_adapter(module)
         for child in module._modules
     }
-    outside: set[int] = set()
-    for part in outermost_models(model).values():
-        body = getattr(part, "base_model", part)
-        if isinstance(body, nn.Module):
-            outside |= {id(module) for module in part.modules()} - {id(module) for module in body.modules()}
+    outside = outside_backbones(model)
     for name, module in places:
         if _is_adapter(module):
             found.adapters.append(name)
