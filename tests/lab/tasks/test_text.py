@@ -26,6 +26,7 @@ from nlr_lab.tasks.text import packed as packing
 from nlr_lab.tasks.text.data import END_OF_TEXT, Corpus, TextData
 from nlr_lab.tasks.text.packed import prepare_text
 from nlr_lab.tasks.text.shards import token_files
+from nlr_lab.tasks.text.sources import prepare_source
 from nlr_lab.tasks.text.tokenizers import load_tokenizer
 from nonlinear_lowrank import UserError
 from refusals import assert_refused
@@ -135,6 +136,26 @@ def test_runs_inside_the_source_are_not_read(tmp_path, monkeypatch, run):
     for source in (".", "./", str(tmp_path)):
         assert token_files(source) is None
         assert list(Corpus(source=source).documents()) == [*documents, "boil it"]
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_files_of_a_folder_that_are_not_read_are_counted(tmp_path, capsys, kind):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    suffixes = ("pdf", "csv", "a", "b", "c", "d")
+    for name in ("1.pdf", "2.pdf", "LICENSE", ".hidden", *(f"3.{suffix}" for suffix in suffixes)):
+        (folder / name).write_bytes(b"x")
+    if kind == "text":
+        path, settings = write(folder, "txt", make_documents(9)), {}
+    else:
+        path, settings = folder / "1.bin", {"tokenizer": "none"}
+        np.arange(200, dtype=np.uint16).repeat(40).tofile(path)
+    prepare_source(small(folder, **settings))
+    prepare_source(small(path, **settings))
+    said = capsys.readouterr().err
+    assert said.count("note: ") == 1
+    assert f"note: not read in {folder}: 9 files (3 .pdf, 1 " in said
+    assert ", ...)\n" in said
 
 
 def test_folders_saved_datasets_and_the_standard_library(tmp_path):

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from nlr_lab.tasks.task import Prepared, cache_folder, cached, fingerprint
 from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import staged_folder
 
-from .data import LEARNED, NO_TOKENIZER, TextData
+from .data import LEARNED, NO_TOKENIZER, TextData, visible_files
 from .packed import Blocks, TokenBlocks, hashes_of, prepare_text
 from .shards import Shard, TokenFiles, check_ids, mixture_of, open_shard, token_files
 from .tokenizers import boundary_id, byte_lengths, load_tokenizer, tokenizer_hash, vocabulary_size
@@ -36,7 +37,23 @@ def prepare_source(config: TextData, *, progress: bool = True) -> Prepared:
     """
     if parts := mixture_of(config.source):
         return _prepare_mixture(config, parts, progress)
-    return prepare_text(config, progress=progress) if token_files(config.source) is None else prepare_tokens(config)
+    tokens = token_files(config.source)
+    if progress and (unread := _unread(config, tokens)):
+        print(f"note: not read in {config.source}: {unread}", file=sys.stderr)
+    return prepare_text(config, progress=progress) if tokens is None else prepare_tokens(config)
+
+
+def _unread(config: TextData, tokens: Sequence[Path] | None) -> str:
+    """Return how many files of a folder are of no kind that is read, by suffix; "" for none."""
+    folder, read = Path(config.source).expanduser(), config.files() if tokens is None else tokens
+    if not folder.is_dir() or not read:  # of a dataset, its own library reads what it knows
+        return ""
+    others = {*visible_files(folder)}.difference(read, (each.with_suffix(".idx") for each in tokens or ()))
+    kinds = [
+        f"{count:,} {kind}"
+        for kind, count in Counter(each.suffix or each.name for each in sorted(others)).most_common()
+    ]
+    return f"{len(others):,} files ({', '.join(kinds[:5] + ['...'] * (len(kinds) > 5))})" if others else ""
 
 
 def prepare_tokens(config: TextData) -> Prepared:
