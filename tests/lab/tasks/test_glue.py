@@ -206,7 +206,7 @@ def test_pairs_are_told_apart_and_cut(tmp_path):
     assert item["labels"].dtype == torch.float32
     short = replace(task, glue=replace(task.glue, max_length=8)).prepare()
     assert max(len(ids) for ids in short.train.ids) == 8
-    assert short.describe()["longest_rows_cut"] > 0
+    assert short.describe()["rows_of_max_length"] > 0
 
 
 def test_padding_is_on_the_right_and_masked():

@@ -183,7 +183,7 @@ class GlueTask(FinetuneTask):
             facts={
                 "task": info.folder,
                 "rows": {"train": len(kept), "held out": len(held), data.scored: len(test)},
-                "longest_rows_cut": sum(len(ids) == data.max_length for ids in (*whole.ids, *test.ids)),
+                "rows_of_max_length": sum(len(ids) == data.max_length for ids in (*whole.ids, *test.ids)),
                 **guess,
             },
         )
