@@ -43,10 +43,8 @@ class FieldTrials(Trials):
     def __init__(self, recipe: FieldRecipe) -> None:
         super().__init__(recipe)
         self.device = choose_device(recipe.train.device, dtype=torch.float64)
-        self.measure = Measure(name="score", higher_is_better=True, unit="")
         self.problem: Problem
         self.omegas: dict[str, float | None] = {}
-        self.dense_parameters = 0
         self._drawn: object = None
 
     def default_reference(self, arms: Sequence[FieldArm]) -> str:

@@ -294,8 +294,7 @@ class ModelTrials(Trials):
 
 
 def _points(record: Mapping[str, Any], name: str) -> Curve:
-    # A loss that JSON could not hold is null: not a number, as it was.
-    return tuple((int(s), float("nan") if loss is None else float(loss)) for s, loss in record.get(name, ()))
+    return tuple((int(step), float(loss)) for step, loss in record.get(name, ()))
 
 
 def _thinned(curve: Curve, steps: int) -> Curve:

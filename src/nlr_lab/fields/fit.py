@@ -91,11 +91,6 @@ class FitResult:
     """Paths, in the folder, of what the problem wrote."""
     model: nn.Module = field(repr=False, compare=False)
 
-    @property
-    def value(self) -> float:
-        """The score."""
-        return self.metrics[self.score]
-
     def to_json(self) -> dict[str, Any]:
         """All but the model."""
         return {name: value for name, value in vars(self).items() if name != "model"}

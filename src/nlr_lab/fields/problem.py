@@ -22,7 +22,7 @@ Kind = Literal["dense", "low-rank", "sine"]
 Init = Literal["kaiming_sqrt5", "kaiming_zero"]
 
 _INITS: tuple[Init, ...] = get_args(Init)
-_SQUARED_SLOPE = {"kaiming_sqrt5": 5.0, "kaiming_zero": 0.0}
+_SLOPES = {"kaiming_sqrt5": 5**0.5, "kaiming_zero": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,22 +87,17 @@ class FieldMethod:
 
     def linear(self, d_in: int, d_out: int, *, generator: torch.Generator) -> nn.Module:
         """A linear (..., d_in) -> (..., d_out), drawn from the generator; dense where factors are no smaller."""
-        layer: nn.Linear | SineLowRankLinear
+        layer: Any
         if self.factors(d_in, d_out):
             layer = SineLowRankLinear(d_in, d_out, config=self.factors_config())
-            _draw(layer.sine_up, layer.sine_config.rank, self.init, generator)
-            _draw(layer.sine_down, d_in, self.init, generator)
+            weights = [layer.sine_up, layer.sine_down]
         else:
             layer = nn.Linear(d_in, d_out)
-            _draw(layer.weight, d_in, self.init, generator)
-        _draw(layer.bias, d_in, "kaiming_sqrt5", generator)
+            weights = [layer.weight]
+        for weight in weights:
+            nn.init.kaiming_uniform_(weight, a=_SLOPES[self.init], generator=generator)
+        nn.init.uniform_(layer.bias, -(d_in**-0.5), d_in**-0.5, generator=generator)
         return layer
-
-
-@torch.no_grad()
-def _draw(tensor: Any, fan: int, init: str, generator: torch.Generator) -> None:
-    bound = (6 / ((1 + _SQUARED_SLOPE[init]) * fan)) ** 0.5
-    tensor.uniform_(-bound, bound, generator=generator)
 
 
 def _read(text: str, known: tuple[str, ...]) -> dict[str, Any]:

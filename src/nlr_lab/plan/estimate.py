@@ -59,8 +59,6 @@ class PlanConfig:
     """Autocast; else in the parameters' own type."""
     recompute: bool = False
     """Activation checkpointing in any case; else only where nothing fits without."""
-    muon: bool = False
-    """Muon for the dense matrices, AdamW for the rest."""
 
     def __post_init__(self) -> None:
         for name in ("gpus", "batch_size", "steps"):

@@ -77,7 +77,7 @@ def format_figures(figures: Mapping[str, Any]) -> str:
 
 def _draw(size: int, rank: int, seed: int, init: str) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    dense = kaiming_uniform((size, size), size, generator, init=init)
+    dense = kaiming_uniform((size, size), generator, init=init)
     up, down = kaiming_factors((size, size), rank, generator, init=init)
     return dense, up @ down
 

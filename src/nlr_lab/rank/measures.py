@@ -107,14 +107,13 @@ def kaiming_factors(
 ) -> tuple[Tensor, Tensor]:
     """Return U (m, k) and V (k, n) in float64 as sine layers draw them: Kaiming uniform with fans k and n."""
     m, n = shape
-    return kaiming_uniform((m, rank), rank, generator, init=init), kaiming_uniform((rank, n), n, generator, init=init)
+    return kaiming_uniform((m, rank), generator, init=init), kaiming_uniform((rank, n), generator, init=init)
 
 
-def kaiming_uniform(
-    shape: tuple[int, int], fan: int, generator: torch.Generator, *, init: str = "kaiming_sqrt5"
-) -> Tensor:
-    """Return draws, float64, of U(-b, b) with b = sqrt(6 / ((1 + a^2) fan)); a is sqrt 5 or, by "kaiming_zero", 0."""
-    bound = math.sqrt({"kaiming_sqrt5": 1.0, "kaiming_zero": 6.0}[init] / fan)
+def kaiming_uniform(shape: tuple[int, int], generator: torch.Generator, *, init: str = "kaiming_sqrt5") -> Tensor:
+    """Return draws (m, n), float64, of U(-b, b) with b = sqrt(6 / ((1 + a^2) n)); a is sqrt 5 or, by "kaiming_zero",
+    0."""
+    bound = math.sqrt({"kaiming_sqrt5": 1.0, "kaiming_zero": 6.0}[init] / shape[1])
     return (2 * torch.rand(shape, generator=generator, dtype=torch.float64) - 1) * bound
 
 

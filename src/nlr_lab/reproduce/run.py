@@ -7,7 +7,7 @@ table's runs have a folder of their own for table.json and table.md alone. The s
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -365,16 +365,16 @@ def state(table: Table, scale: str, out: Path) -> str:
     return f"run: {record['measured']} of {record['cells']} cells{n}"
 
 
-def overview(tables: Sequence[Table], out: Path, write: Callable[[str], object] = print) -> None:
+def overview(tables: Sequence[Table], out: Path) -> None:
     """Print for each table what it measures, what each scale takes, and what has been run."""
     for table in tables:
-        write(f"{table.name}  {table.title} ({table.section})")
+        print(f"{table.name}  {table.title} ({table.section})")
         if table.trials is None:
             seen = f"; see {', '.join(table.seen_in)}" if table.seen_in else ""
-            write(f"    diagram, nothing to measure{seen}")
+            print(f"    diagram, nothing to measure{seen}")
             continue
         shared = f"; runs of {table.home}" if table.home != table.name else ""
         seen = f"; see {', '.join(f'studies/{name}' for name in table.studies)}" if table.studies else ""
-        write(f"    measures {', '.join(table.columns)} of {len(table.rows)} rows{shared}{seen}")
+        print(f"    measures {', '.join(table.columns)} of {len(table.rows)} rows{shared}{seen}")
         for scale in SCALES:
-            write(f"    {scale:<6} {state(table, scale, out):<32} {table.takes[scale]}")
+            print(f"    {scale:<6} {state(table, scale, out):<32} {table.takes[scale]}")

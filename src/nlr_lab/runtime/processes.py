@@ -128,13 +128,13 @@ def _distributed() -> bool:
 # --- free cores --------------------------------------------------------------------------------------------------
 
 
-def free_cores(seconds: float = 0.5) -> float:
+def free_cores() -> float:
     """Return the cores that other processes leave to this one, of those that it may use, by its group's quota too.
 
     This process sleeps while it looks: what runs then is not its own.
     """
     before, started = _busy(), time.monotonic()
-    time.sleep(seconds)
+    time.sleep(0.5)
     return _left((_busy() - before) / (time.monotonic() - started))
 
 

@@ -39,7 +39,6 @@ def run_ladder(
     *,
     workers: int | None = None,
     timing_rounds: int = 30,
-    quiet: bool = False,
     command: str | None = None,
 ) -> dict[str, Any]:
     """Run every rung that is not finished, smallest first, and return the record of all rungs in the folder.
@@ -51,7 +50,6 @@ def run_ladder(
         out: its folder.
         workers: as `compare` has it.
         timing_rounds: as `compare` has it.
-        quiet: print nothing.
         command: how to repeat this, for the report.
 
     Raises:
@@ -71,12 +69,12 @@ def run_ladder(
         Plan(ModelTrials(recipe), arms, ladder.seeds, ladder.tune_lr, None, ladder.max_extensions)
     ModelTrials(recipes[rungs[0]]).join(path)
     on_rank_0(lambda: _check(path, ladder))
-    options: dict[str, Any] = {"seeds": ladder.seeds, "tune_lr": ladder.tune_lr, "workers": workers, "quiet": quiet}
+    options: dict[str, Any] = {"seeds": ladder.seeds, "tune_lr": ladder.tune_lr, "workers": workers}
     options |= {"max_extensions": ladder.max_extensions, "timing_rounds": timing_rounds}
     command = command or command_line()
     for rung in rungs:
         trials = ModelTrials(recipes[rung])
-        predicted = predict(path, ladder, rung, arms, trials, quiet=quiet)
+        predicted = predict(path, ladder, rung, arms, trials)
         grids = predicted["rates"]
         chosen = [replace(arm, grid=grids[arm.name]["grid"]) if arm.name in grids else arm for arm in arms]
         folder = path / rung.name
@@ -87,7 +85,7 @@ def run_ladder(
             print(f"{rung.name} is not in the report: {why}", file=sys.stderr)
         results = on_rank_0(lambda: write(path, command))
     if len({each["width"] for each in results["rungs"] if each["tokens"] == following.tokens}) > 1:
-        predict(path, ladder, following, arms, ModelTrials(ladder.recipe(following)), quiet=quiet)
+        predict(path, ladder, following, arms, ModelTrials(ladder.recipe(following)))
     return on_rank_0(lambda: write(path, command))
 
 
@@ -125,9 +123,7 @@ def _check(path: Path, ladder: Ladder) -> None:
         raise UserError(f"{path} is not empty and holds no ladder; name another --out")
 
 
-def predict(
-    path: Path, ladder: Ladder, rung: Rung, arms: Sequence[Arm], trials: ModelTrials, *, quiet: bool
-) -> dict[str, Any]:
+def predict(path: Path, ladder: Ladder, rung: Rung, arms: Sequence[Arm], trials: ModelTrials) -> dict[str, Any]:
     """Return what smaller rungs say of one: a grid of learning rates and a final loss by arm; write it down first.
 
     What is written stays. Only arms that the rung has not run are added.
@@ -143,7 +139,7 @@ def predict(
     wanted = [arm for arm in arms if arm.name not in {*done, *predicted["losses"]}]
     if begun and not wanted:
         return predicted
-    trials.prepare(quiet=quiet)
+    trials.prepare(quiet=False)
     if not begun and rank() == 0:
         with disk_errors(str(marker), AGAIN):
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import TrainingArguments
 from transformers.integrations import TensorBoardCallback
@@ -246,12 +245,6 @@ def training_arguments(recipe: Recipe, out: Path) -> TrainingArguments:
     train = recipe.train
     warn_of_restarts()
     on_cpu = not torch.accelerator.is_available()
-    # Activation checkpointing has the name that this transformers version has for it.
-    names = transformers.TrainingArguments.__dataclass_fields__
-    recompute = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
-    more: dict[str, Any] = (
-        {recompute: True, f"{recompute}_kwargs": {"use_reentrant": False}} if train.gradient_checkpointing else {}
-    )
     try:
         arguments = TrainingArguments(
             output_dir=str(out),
@@ -263,6 +256,8 @@ def training_arguments(recipe: Recipe, out: Path) -> TrainingArguments:
             max_grad_norm=train.max_grad_norm,
             neftune_noise_alpha=train.embedding_noise or None,
             bf16=train.bf16 and not _uses_deepspeed(),
+            activation_checkpointing=train.gradient_checkpointing,
+            activation_checkpointing_kwargs={"use_reentrant": False},
             torch_compile=train.compile,
             torch_compile_mode=train.compile_mode if train.compile else None,
             seed=train.seed,
@@ -282,7 +277,6 @@ def training_arguments(recipe: Recipe, out: Path) -> TrainingArguments:
             ddp_backend="gloo" if on_cpu and world_size() > 1 else None,
             ddp_find_unused_parameters=False,
             ddp_timeout=6 * 3600,  # rank 0 may tokenize for hours
-            **more,
         )
         _check_trackers(arguments)
     except (ValueError, RuntimeError, ImportError) as error:

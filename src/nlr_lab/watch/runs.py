@@ -141,8 +141,8 @@ class Watched:
     def _run(self, path: Path, comparison: Mapping[str, Any]) -> RunView:
         parts = path.relative_to(self.folder).parts
         group, arm, details = "", path.resolve().name, ""
-        if "runs" in parts:
-            at = parts.index("runs")
+        at = max((place for place, part in enumerate(parts[:-1]) if part == "runs"), default=None)
+        if at is not None:
             group, arm, details = "/".join(parts[:at]), parts[at + 1], " ".join(parts[at + 2 :])
         elif parts:
             arm = "/".join(parts)

@@ -289,7 +289,7 @@ def test_learns_a_shape(tmp_path):
     problem = OccupancyProblem(trimesh.creation.torus(1, 0.4), settings)
     config = FitConfig(steps=120, lr=1e-2, save_every=0, eval_every=10, threads=1, device="cpu")
     found = fit(problem, FieldMethod(kind="sine", rank=2), config, tmp_path, quiet=True)
-    assert found.value > max(found.curve[0]["iou"], 60)
+    assert found.metrics["iou"] > max(found.curve[0]["iou"], 60)
     assert found.files == ["pictures/picture.png", "pictures/mesh.ply"]
 
 

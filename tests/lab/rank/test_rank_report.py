@@ -233,7 +233,7 @@ def test_rank_with_a_number_adds_branches(tmp_path, capsys, monkeypatch):
 def test_rank_figures_depend_on_their_seeds(tmp_path, capsys):
     assert "sine, omega=2000" in succeed(capsys, "inspect", "--rank-figures", tmp_path / "f", "--seeds", "1")
     record = json.loads((tmp_path / "f" / "rank-figures.json").read_text())
-    draw = measures.kaiming_uniform((128, 128), 128, torch.Generator().manual_seed(0))
+    draw = measures.kaiming_uniform((128, 128), torch.Generator().manual_seed(0))
     dense = record["figure_2"]["matrices"]["dense"]["stable_rank"]
     assert dense["low"] == dense["high"] == pytest.approx(plain_ranks(draw)[0])
     assert matplotlib.image.imread(tmp_path / "f" / "rank-figures.png").std() > 0.01

@@ -143,7 +143,7 @@ def test_refuses_other_settings_data_and_folders(tmp_path):
     (tmp_path / "out" / "ladder.json").write_text(json.dumps(settings))
     assert_refused("batch_size was 4 in .* and is 8 now; use the former", run_ladder, ladder, tmp_path / "out")
     other = replace(ladder, batch_size=4)
-    assert_refused("used other data; restore them", run_ladder, other, tmp_path / "out", quiet=True)
+    assert_refused("used other data; restore them", run_ladder, other, tmp_path / "out")
     (tmp_path / "out" / "ladder.json").write_text('{"settings": ')
     assert_refused(
         "ladder.json is damaged, .*; restore it, or use another folder$", run_ladder, other, tmp_path / "out"
@@ -163,7 +163,7 @@ def test_full_disk_is_named_with_the_file(tmp_path, monkeypatch):
     ladder, out = scaled("demo", text=text, widths=(16,), arms=ARMS), tmp_path / "out"
     hint = "no space left on the disk; make room and run the same command again"
     refuse_to_open(monkeypatch, errno.ENOSPC, *(out / f".tmp-{name}" for name in ("ladder.json", "report.md")))
-    assert_refused(f"cannot write .*ladder.json: {hint}", run_ladder, ladder, out, quiet=True)
+    assert_refused(f"cannot write .*ladder.json: {hint}", run_ladder, ladder, out)
     (out / "ladder.json").write_text(json.dumps({"settings": ladder.shared()}))
     assert_refused(f"cannot write the report to .*out: {hint}", write, out, "nlr scale")
 

@@ -118,6 +118,15 @@ def test_a_comparison_counts_what_is_planned(tmp_path):
     assert json.loads(above.to_json())["line"] == str(above)
 
 
+def test_folders_named_runs_above_a_run_are_no_comparison(tmp_path):
+    comparison(tmp_path / "runs" / "out")
+    view = look(tmp_path)
+    assert {(run.group, run.arm) for run in view.runs} == {("runs/out", "baseline"), ("runs/out", "noble-r4")}
+    write_run(tmp_path / "one" / "runs")
+    (run,) = look(tmp_path / "one").runs
+    assert (run.group, run.arm) == ("", "runs")
+
+
 def test_what_is_over_has_nothing_to_go(tmp_path):
     folder = comparison(tmp_path / "out", left=0, to_go=0.0)
     (folder / "runs/noble-r4/lr-0.001/seed-1/result.json").write_text('{"status": "done", "steps": 100}')
