@@ -25,7 +25,8 @@ from nlr_lab.runtime.tables import fold_numbers, number_table, readable_bytes, r
 from nonlinear_lowrank.analysis.cost import NUMBERS, LayerCost, ModelCost, model_cost
 from nonlinear_lowrank.analysis.saved import saved_storages
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.experts import has_interface
+from nonlinear_lowrank.methods.expert_layouts import COMMON, layout_of
+from nonlinear_lowrank.methods.experts import projections
 from nonlinear_lowrank.surgery.targets import expert_tensors, unreached_experts
 from nonlinear_lowrank.validation import check_integer, one_line
 
@@ -149,7 +150,9 @@ def format_cost(cost: ModelCost, *, every_layer: bool = False, width: int = 120)
 def _grouped(model: PreTrainedModel) -> bool:
     """Return whether all experts compute by products that are grouped by expert, whichever tokens go where."""
     held = [module for module in model.modules() if expert_tensors(module)]
-    return model.config._experts_implementation == "grouped_mm" and all(has_interface(module) for module in held)
+    return model.config._experts_implementation == "grouped_mm" and all(
+        layout_of(each) is COMMON and projections(each) for each in held
+    )
 
 
 class _GroupedProducts(TorchDispatchMode):

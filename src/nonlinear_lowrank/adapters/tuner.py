@@ -294,7 +294,7 @@ class AdapterModel(CheckedTuner):
         if matrix.kind not in (kinds := self.layer_classes):
             raise UserError(f"{name} is a {type(base).__name__}; {type(config).__name__} adapts {', '.join(kinds)}")
 
-    def new_layer(self, base: nn.Module, config: Any) -> Any:
+    def new_layer(self, base: nn.Module) -> Any:
         """Return a layer, still without adapters, around a plain module."""
         matrix: Any = matrix_of(base)
         return self.layer_classes[matrix.kind](base, get_quantization_kwargs(self.model))
@@ -309,7 +309,7 @@ class AdapterModel(CheckedTuner):
         if isinstance(target, TensorLayer):
             target.update_layer(adapter_name, config)
             return
-        layer = self.new_layer(target, config)
+        layer = self.new_layer(target)
         layer._active_adapter = self.active_adapters
         layer.update_layer(adapter_name, config)
         self._replace_module(parent, target_name, layer, target)

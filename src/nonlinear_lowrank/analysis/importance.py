@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from transformers.pytorch_utils import Conv1D
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.names import BY_HEAD, FUSED, KEYS, SEPARATE
+from nonlinear_lowrank.methods.names import BY_HEAD, FUSED, KEYS, SEPARATE, VALUES
 from nonlinear_lowrank.surgery.attention import unfused
 from nonlinear_lowrank.surgery.split import split_linears
 from nonlinear_lowrank.surgery.targets import dense_parts, output_head_names
@@ -36,7 +36,7 @@ _PARTS = {
         (*SEPARATE, *FUSED, BY_HEAD, "in_proj_qkv", "W_pack", "att_proj", "q_[ab]_proj", "q_head", "projection_query")
     ),
     "key": "|".join((*KEYS, "k_head", "projection_key")),
-    "value": "v_proj|value|value_proj|v_lin|v_linear|linear_v|to_v|wv|v|v_head|projection_value",
+    "value": "|".join((*VALUES, "v_head", "projection_value")),
     "feed_forward": r"(gate|up|down|gate_up)_proj|fc_?\d|fc_(in|out)|c_fc|lin(ear)?[12]|w[123]|wi(_\d)?|pwconv[12]"
     r"|dense_(h_to_4h|4h_to_h)|ffn_output|ffw_layer_[12]",
 }

@@ -129,7 +129,7 @@ def convert(
     if up_init == "paper":
         for layer in augmented_layers(model):
             method.draw_up(layer)
-    with staged_output(output, {}) as folder:
+    with staged_output(output) as folder:
         model.save_pretrained(folder)
         del model
         copied = copy_companions(source, folder)

@@ -128,7 +128,7 @@ def merge_adapter(
         inputs = _floats_to(inputs, main)
         rounded, _ = first_output(model, inputs)
     needs_package = _mark_ours(model)
-    with staged_output(output, {}) as place:
+    with staged_output(output) as place:
         model.save_pretrained(place)
         del model, adapted, plain
         plain_base = Path(named).is_dir() and not (folder / BASE).is_dir()  # an encoder's would name no classifier

@@ -79,11 +79,11 @@ def staged_folder(path: Path, manifest: Mapping[str, Any] | None = None) -> Iter
 
 
 @contextmanager
-def staged_output(output: Path, manifest: Mapping[str, Any] | None = None) -> Iterator[Path]:
-    """Yield a folder as `staged_folder` does, for output that a user requested: make parents, and raise UserErrors."""
+def staged_output(output: Path) -> Iterator[Path]:
+    """Yield a folder as `staged_folder` does, with a manifest, for a user's output: make parents, raise UserErrors."""
     with disk_errors(str(output), hint=""):
         output.parent.mkdir(parents=True, exist_ok=True)
-        with staged_folder(output, manifest) as folder:
+        with staged_folder(output, {}) as folder:
             yield folder
 
 

@@ -8,17 +8,11 @@ from .experts import first_integer
 from .matrix import linear_shape
 from .names import BY_HEAD, FUSED
 
-MIXED = "mixes rows of q, k and v, without a block of queries; leave it out with exclude="
 QUERY_BESIDE = "holds keys and values only, and the query is beside it; leave it out with exclude="
 _BY_HEAD_IN = ("GPTNeoX", "Bloom", "Persimmon", "MiniMaxLightning")
 _GATED = ("Qwen3Next", "Qwen3_5", "Qwen4Exp")
 """Attentions whose q_proj has, head by head, a query and a gate of the output."""
 _DEVICES = 4  # of CodeGen, in transformers' code a constant
-
-
-def mixes_rows(name: str, parent: nn.Module | None) -> bool:
-    """Return whether a projection's rows are q, k and v of each head, or device, in turn, not a block of each."""
-    return name.rpartition(".")[2] == BY_HEAD or row_groups(name, parent) != 1
 
 
 def row_groups(name: str, parent: Any) -> int | None:

@@ -111,7 +111,7 @@ class Method:
     """Regular expression of the whole names that it replaces where the user names none; None: every linear."""
     wraps: ClassVar[bool] = False
     """True where its layers go around others, also of other methods, which are then in them as `projection`."""
-    tensor_parallel: ClassVar[bool] = True
+    tensor_parallel: ClassVar[bool] = False
     """True where a model with its layers may be split over devices by transformers' plans."""
     replaces_weights: ClassVar[bool] = False
     """True where its layers drop the plain layer's weight."""

@@ -14,7 +14,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.ops.plain import exporting
 
 from . import expert_classes  # noqa: F401  # registers them
-from .expert_layouts import COMMON, Linear, Projection, layout_of, with_tensors_of_experts
+from .expert_layouts import Projection, layout_of, with_tensors_of_experts
 from .matrix import linear_shape, replace_modules
 
 # Experts that a token goes through, in the module or its config.
@@ -27,11 +27,6 @@ _ACTIVE = (
 def projections(module: Any) -> list[Projection]:
     """Return the linears of the experts that a module of transformers holds, in the order of use; else none."""
     return layout_of(module).projections(module)
-
-
-def has_interface(module: nn.Module) -> bool:
-    """Return whether a module holds experts of transformers' common interface (`use_experts_implementation`)."""
-    return layout_of(module) is COMMON and bool(projections(module))
 
 
 def expert_count(module: nn.Module) -> int:
@@ -67,16 +62,6 @@ def note_active_experts(model: nn.Module) -> None:
             module.num_experts_per_tok = own  # type: ignore[assignment]
 
 
-def plain_linear(module: Any, name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
-    """Return the plain experts' `Linear`."""
-    return layout_of(module).linear(module, name, x_SI, expert_S, ends_E)
-
-
-def experts_forward(module: Any, linear: Linear, *inputs: Any) -> Tensor:
-    """Return what the module's experts return for their inputs, with a method's products: see `Layout.forward`."""
-    return layout_of(module).forward(module, linear, *inputs)
-
-
 def by_expert(function: Callable[..., Tensor], x_SI: Tensor, ends: list[int] | None, *tensors: Tensor | None) -> Tensor:
     """Return `function(rows of an expert, its part of each tensor)`, expert by expert, (S, O).
 
@@ -110,7 +95,8 @@ class ExpertsLayer(nn.Module):
     def forward(self, *inputs: Any) -> Tensor:
         """Return the plain experts' output for their inputs, mostly (T, d), (T, k), (T, k) -> (T, d)."""
         if with_tensors_of_experts(self):
-            return experts_forward(self, functools.partial(plain_linear, self), *inputs)
+            layout = layout_of(self)
+            return layout.forward(self, functools.partial(layout.linear, self), *inputs)
         plain: Any = super()
         output: Tensor = plain.forward(*inputs)
         return output

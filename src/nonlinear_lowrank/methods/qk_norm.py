@@ -29,10 +29,10 @@ from nonlinear_lowrank.ops.plain import wide_dtype
 from nonlinear_lowrank.surgery.split import SplitLinear
 from nonlinear_lowrank.validation import check_integer
 
-from .attention import MIXED, QUERY_BESIDE, attention_heads, holds_keys_and_values, mixes_rows
-from .base import Method, PlainCost, Role, method_of_layer, register
+from .attention import QUERY_BESIDE, attention_heads, holds_keys_and_values, row_groups
+from .base import Method, Role, method_of_layer, register
 from .matrix import is_plain_linear, linear_shape
-from .names import FUSED, KEYS, SEPARATE
+from .names import BY_HEAD, FUSED, KEYS, SEPARATE
 
 _EPS = 1e-6
 
@@ -116,7 +116,6 @@ class QKNormMethod(Method):
     include = rf"(?!.*\bindexer\.)(.*\.)?({'|'.join((*SEPARATE, *KEYS, *FUSED))})"
     wraps = True
     controls: ClassVar = {"qk-norm": {}}
-    tensor_parallel = False
 
     def is_target(self, module: nn.Module) -> bool:
         if is_plain_linear(module):
@@ -135,9 +134,11 @@ class QKNormMethod(Method):
     def check_parent(self, name: str, module: nn.Module, parent: nn.Module) -> None:
         d_in, d_out = linear_shape(module)
         heads, width = attention_heads(parent)
-        if mixes_rows(name, parent):
-            raise UserError(f"{name} {MIXED}")
-        fused = name.rpartition(".")[2] in FUSED
+        own = name.rpartition(".")[2]
+        if own == BY_HEAD or row_groups(name, parent) != 1:
+            why = "mixes rows of q, k and v, without a block of queries"
+            raise UserError(f"{name} {why}; leave it out with exclude=")
+        fused = own in FUSED
         if fused and getattr(parent, "is_cross_attention", False) and not holds_keys_and_values(module):
             # Its shape alone, which is all that a saved model tells, would read as queries and narrow keys.
             raise UserError(f"{name} {QUERY_BESIDE}")
@@ -163,9 +164,6 @@ class QKNormMethod(Method):
     def roles(self, layer: nn.Module) -> Mapping[str, Role]:
         norm = Role("qk-norm", decay=False)
         return {name: norm for name, _ in layer.named_parameters(recurse=False)}
-
-    def plain(self, layer: nn.Module) -> PlainCost:
-        return PlainCost(parameters=0, flops=0)
 
 
 def _attention_of(model: nn.Module, name: str) -> nn.Module:

@@ -104,7 +104,7 @@ def test_files_hold_the_methods_of_the_model_alone(saved):
     marks = {"noble": "NobleBranch", "sine": "SineLowRankLinear", "query": "NonlinearQuery("}
     for row, text in texts.items():
         assert [mark for mark, own in marks.items() if own in text] == [row]
-        assert "experts_forward" not in text
+        assert "NobleExperts" not in text
         assert "SplitLinear" not in text
         assert "import nonlinear_lowrank`" in text  # in its first lines
         assert "type: ignore" not in text

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from nonlinear_lowrank.ops.plain import kept_float32
+from nonlinear_lowrank.ops.plain import autocast_input, kept_float32
 
 from .core import METHODS, Layer, replace, width_of
 
@@ -87,9 +87,7 @@ def sine_weight(up: Tensor, down: Tensor, settings: dict[str, Any], d_in: int) -
 
 def sine_product(x: Tensor, up: Tensor, down: Tensor, bias: Tensor | None, settings: dict[str, Any]) -> Tensor:
     """Return x W^T + b; a plain low-rank weight ("identity") is never formed."""
-    d_in, device = down.shape[1], x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        x = x.to(torch.get_autocast_dtype(device))
+    x, d_in = autocast_input(x), down.shape[1]
     bias = None if bias is None else bias.to(x.dtype)
     if settings["activation"] != "identity":
         return F.linear(x, sine_weight(up, down, settings, d_in).to(x.dtype), bias)

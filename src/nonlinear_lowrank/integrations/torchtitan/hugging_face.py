@@ -227,7 +227,7 @@ def export(
         whole = {key: each if key.rpartition(".")[2] in wide else each.to(dtype) for key, each in whole.items()}
     model.load_state_dict(whole, assign=True)
     model.tie_weights()
-    with staged_output(output, {}) as staged:
+    with staged_output(output) as staged:
         model.save_pretrained(staged)
         if source is not None:
             copy_companions(source, staged)

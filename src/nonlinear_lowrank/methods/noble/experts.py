@@ -29,11 +29,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 
 from nonlinear_lowrank.methods.base import MultiplierLayer
-from nonlinear_lowrank.methods.expert_layouts import Projection, grouped_product
-from nonlinear_lowrank.methods.experts import ExpertsLayer, expert_count, experts_forward, plain_linear, projections
+from nonlinear_lowrank.methods.expert_layouts import Projection, grouped_product, layout_of
+from nonlinear_lowrank.methods.experts import ExpertsLayer, expert_count, projections
 from nonlinear_lowrank.ops.plain import exporting, wide
 
-from .branch import BRANCH_ACTIVATIONS, draw_branch, draw_up, joined
+from .branch import BRANCH_ACTIVATIONS, draw_branch, joined
 from .config import NobleConfig
 
 _ENDS = ("in", "out")
@@ -67,32 +67,17 @@ class NobleExperts(MultiplierLayer, ExpertsLayer):
 
     def reset_parameters(self) -> None:
         """Draw the table; the experts' own tensors only from scratch."""
-        for _, each in self.ends() if self.noble_config.init != "pretrained" else ():
+        config = self.noble_config
+        for _, each in self.ends() if config.init != "pretrained" else ():
             for name in each.parameters:
-                init.normal_(attrgetter(name)(self), std=self.noble_config.dense_scale / each.d_in**0.5)
+                init.normal_(attrgetter(name)(self), std=config.dense_scale / each.d_in**0.5)
             if (bias := getattr(self, f"{each.name}_bias", None)) is not None:
                 init.zeros_(bias)
-        self.reset_branch_parameters()
-
-    def reset_branch_parameters(self) -> None:
-        """Draw the branches' tensors only."""
-        config = self.noble_config
         for end, each in self.ends():
-            draw_branch(
-                {name: self._own(end, name) for name in config.shapes(each.d_in, each.d_out) if name != "up"},
-                config,
-                each.d_in,
-            )
-        if config.init == "pretrained":
-            for end, _ in self.ends():
-                init.zeros_(self._own(end, "up"))
-        else:
-            self.draw_up()
-
-    def draw_up(self) -> None:
-        """Draw the up projections as in a model from scratch."""
-        for end, _ in self.ends():
-            draw_up(self._own(end, "up"), self.noble_config)
+            names = (name for name in config.shapes(each.d_in, each.d_out) if name != "up")
+            draw_branch({name: self._own(end, name) for name in names}, config, each.d_in)
+        for end, each in self.ends():
+            draw_branch({"up": self._own(end, "up")}, config, each.d_in)
 
     def _own(self, end: str, name: str) -> Tensor:
         tensor: Tensor = getattr(self, f"noble_{end}_{name}")
@@ -102,13 +87,13 @@ class NobleExperts(MultiplierLayer, ExpertsLayer):
         """See the class; by transformers' "grouped_mm", whichever the model's `experts_implementation` is."""
         if not self.branch_enabled:
             return super().forward(*inputs)
-        ends = {each.name: end for end, each in self.ends()}
+        layout, ends = layout_of(self), {each.name: end for end, each in self.ends()}
 
         def linear(name: str, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
-            y_SO = plain_linear(self, name, x_SI, expert_S, ends_E)
+            y_SO = layout.linear(self, name, x_SI, expert_S, ends_E)
             return self._joined(ends[name], y_SO, x_SI.to(y_SO.dtype), expert_S, ends_E)
 
-        return experts_forward(self, linear, *inputs)
+        return layout.forward(self, linear, *inputs)
 
     def _joined(self, end: str, y_SO: Tensor, x_SI: Tensor, expert_S: Tensor, ends_E: Tensor) -> Tensor:
         config, down = self.noble_config, self._own(end, "down")

@@ -120,16 +120,8 @@ class _NobleBranch(MultiplierLayer, BranchLayer):
                 init.normal_(self.weight, std=self.noble_config.dense_scale / self.noble_shape[0] ** 0.5)
             if self.bias is not None and "bias" not in self.noble_own_init:
                 init.zeros_(self.bias)
-        self.reset_branch_parameters()
-
-    def reset_branch_parameters(self) -> None:
-        """Draw the branch's tensors only."""
         tensors = {name: getattr(self, f"noble_{name}") for name in self.noble_config.shapes(*self.noble_shape)}
         draw_branch(tensors, self.noble_config, self.noble_shape[0])
-
-    def draw_up(self) -> None:
-        """Draw the up projection as in a model from scratch."""
-        draw_up(self.noble_up, self.noble_config)
 
     def _replicate_for_data_parallel(self) -> Any:
         if self.noble_shared is not None or self.noble_group is not None:  # the copies would find the originals
@@ -236,7 +228,7 @@ class NobleMethod(Method):
     name = NobleConfig.method
     config_class = NobleConfig
     layer_types = (NobleLinear, NobleConv1D, NobleExperts)
-    optimizable = draws_up = budgeted = True
+    optimizable = draws_up = budgeted = tensor_parallel = True
     dense = "dense"
     adapter = "nonlinear_lowrank.methods.noble.adapter"
     _shown = ("r", "activation", "depth", "target_modules", "plus")
@@ -250,7 +242,9 @@ class NobleMethod(Method):
 
     @torch.no_grad()
     def draw_up(self, layer: Any) -> None:
-        layer.draw_up()
+        for name, tensor in layer.named_parameters(recurse=False):
+            if name.startswith("noble_") and name.endswith("_up"):  # of experts two
+                draw_up(tensor, layer.noble_config)
 
     def initial(self, config: Any, *, pretrained: bool) -> Any:
         if pretrained:  # trained weights do not tell how they were drawn

@@ -127,7 +127,6 @@ class NonlinearQueryMethod(Method):
     }
     replaces_weights = True
     keeps_weights_by: ClassVar = {"residual": "linear"}
-    tensor_parallel = False
 
     def skip_reason(self, module: nn.Module, config: Any) -> str | None:
         return "holds keys and values only" if holds_keys_and_values(module) else None

@@ -183,7 +183,7 @@ class NoraModel(AdapterModel):
     def is_own(self, layer: nn.Module) -> bool:
         return isinstance(layer, NoraActivation | NoraLoraLinear | NoraSineLinear)
 
-    def new_layer(self, base: nn.Module, config: Any) -> NoraActivation:
+    def new_layer(self, base: nn.Module) -> NoraActivation:
         return NoraActivation(base, next(site for site in self._survey.sites.values() if site.module is base))
 
     def _create_and_replace(  # type: ignore[override]

@@ -15,7 +15,7 @@ from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_choice, require
 
 from .op import rational
-from .reference import FORMS, KIND, LinearTails, activation
+from .reference import FORMS, KIND, activation
 
 KINDS = tuple(dict.fromkeys(KIND.values()))
 """Functions that have fits."""
@@ -81,11 +81,6 @@ def _table() -> dict[tuple[Any, ...], RationalFit]:
     rows = json.loads(TABLE.read_text(encoding="utf-8"))
     fits = [RationalFit(kind, form, tuple(ends), tuple(p), tuple(q), error) for kind, form, ends, p, q, error in rows]
     return {(fit.kind, fit.form, fit.degrees, fit.fit_range): fit for fit in fits}
-
-
-def straight_tails(formula: str, fit_range: tuple[float, float]) -> LinearTails:
-    """Return straight lines beyond the range, with the activation's own slopes far out."""
-    return LinearTails(*fit_range, 0.0, 0.0 if KIND[formula] in ("tanh", "sigmoid") else 1.0)
 
 
 def check_degrees(degrees: Sequence[int]) -> tuple[int, int]:

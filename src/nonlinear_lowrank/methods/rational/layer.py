@@ -32,9 +32,9 @@ from nonlinear_lowrank.ops.plain import kept_float32
 from nonlinear_lowrank.ops.precision import check_unrounded
 from nonlinear_lowrank.validation import check_choice, check_integer
 
-from .fit import RationalFit, check_degrees, check_range, fit_rational, straight_tails
+from .fit import RationalFit, check_degrees, check_range, fit_rational
 from .op import rational, rational_anchored
-from .reference import FORMS, FORMULAS, Form, LinearTails, denominator_size
+from .reference import FORMS, FORMULAS, KIND, Form, LinearTails, denominator_size
 from .sites import Site, formula_of, survey
 
 Tails = Literal["linear", "rational"]
@@ -101,8 +101,10 @@ class RationalConfig:
     @torch.compiler.assume_constant_result
     def straight_tails(self) -> LinearTails | None:
         """Return the operator's `tails`."""
+        if self.tails == "rational":
+            return None
         low, high = self.fit_range  # type: ignore[misc]
-        return straight_tails(self._formula(), (low, high)) if self.tails == "linear" else None
+        return LinearTails(low, high, 0.0, 0.0 if KIND[self._formula()] in ("tanh", "sigmoid") else 1.0)
 
     @property
     def dim(self) -> int:
@@ -251,7 +253,6 @@ class RationalMethod(Method):
             shown=("r", "groups", "lora_r", "lora_target_modules", "lora_alpha", "plus"),
         ),
     }
-    tensor_parallel = False  # a device's share of the channels has other groups
     float32 = tuple(f"rational_{base}{side}" for base in ("", "base_") for side in ("numerator", "denominator"))
 
     def is_target(self, module: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from nonlinear_lowrank.methods.expert_layouts import Projection, layout_of, remove_weights
-from nonlinear_lowrank.methods.experts import by_expert, expert_count, experts_forward, projections, with_state
+from nonlinear_lowrank.methods.experts import by_expert, expert_count, projections, with_state
 from nonlinear_lowrank.ops.plain import kept_float32
 from nonlinear_lowrank.ops.precision import check_unrounded
 
@@ -92,7 +92,7 @@ class SineExperts(nn.Module):
             biases = getattr(self, f"{name}_bias", None)
             return by_expert(of_one, x_SI, ends_E.tolist(), *self._factors(end), biases)
 
-        return experts_forward(self, linear, *inputs)
+        return layout_of(self).forward(self, linear, *inputs)
 
     def _apply_gate(self, z: Tensor) -> Tensor:
         gated: Tensor = self.experts_class._apply_gate(self, z)
@@ -103,7 +103,7 @@ class SineExperts(nn.Module):
         plain: Any = with_state(self.experts_class.__new__(self.experts_class), self)
         for name in ("expert_projections", "experts_class", "sine_config", "replaced"):
             vars(plain).pop(name)
-        device = self._factors("in")[0].device
+        config, device = self.sine_config, self._factors("in")[0].device
         for name, shape in self.replaced.items():
             path, _, local = name.rpartition(".")
             own: Any = plain.get_submodule(path)
@@ -114,7 +114,9 @@ class SineExperts(nn.Module):
                 plain.set_submodule(path, own)
             own.register_parameter(local, nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)))
         for end, each in self.ends():
-            weight = torch.stack([self._weight(end, each.d_in, expert) for expert in range(expert_count(plain))])
+            phi, omega, gain = config.activation, float(config.omega), config.gain_for(each.d_in)
+            pairs = zip(*self._factors(end), strict=True)
+            weight = torch.stack([lowrank_weight(up, down, phi, omega, gain) for up, down in pairs])
             views = layout_of(plain).matrices(plain, each.name)
             with torch.no_grad():
                 for view, part in zip(views, weight.transpose(1, 2).chunk(len(views), -1), strict=True):
@@ -122,11 +124,6 @@ class SineExperts(nn.Module):
             for side in ("up", "down"):
                 del plain._parameters[f"sine_{end}_{side}"]
         return plain
-
-    def _weight(self, end: str, d_in: int, expert: int) -> Tensor:
-        """Return W (d_out, d_in) of one expert in float32 or wider."""
-        config, (up, down) = self.sine_config, self._factors(end)
-        return lowrank_weight(up[expert], down[expert], config.activation, float(config.omega), config.gain_for(d_in))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         keep = kept_float32(fn)

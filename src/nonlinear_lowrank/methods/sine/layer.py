@@ -252,7 +252,6 @@ class SineLowRankMethod(Method):
     }
     replaces_weights = True
     keeps_weights_by: ClassVar = {"init": "fit"}
-    tensor_parallel = False
 
     def is_target(self, module: nn.Module) -> bool:
         return super().is_target(module) or bool(projections(module))
