@@ -16,9 +16,9 @@ from nlr_lab.fields.settings import FieldRecipe
 from nlr_lab.runtime.environment import choose_device, cpu_threads, many_compiled, told_of_memory
 from nlr_lab.runtime.storage import read_manifest, write_json
 from nlr_lab.tasks.task import Measure
-from nlr_lab.training.result import before
+from nlr_lab.training.result import DivergedError, before
 from nonlinear_lowrank.analysis.cost import count_parameters
-from nonlinear_lowrank.errors import DivergedError, UserError
+from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
 
 from . import field_report

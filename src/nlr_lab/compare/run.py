@@ -24,7 +24,8 @@ from nlr_lab.runtime.processes import FreeThreads, on_rank_0, rank
 from nlr_lab.runtime.signals import StoppedBySignal
 from nlr_lab.runtime.storage import disk_errors, read_json, write_text
 from nlr_lab.runtime.tables import duration
-from nonlinear_lowrank.errors import DivergedError, UserError
+from nlr_lab.training.result import DivergedError
+from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_integer
 
 from .record import (

@@ -17,7 +17,8 @@ from rich.console import Console
 
 from nlr_lab.runtime.environment import OutOfTimeError
 from nlr_lab.runtime.processes import world_size
-from nonlinear_lowrank.errors import DivergedError, UserError
+from nlr_lab.training.result import DivergedError
+from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import check_integer, one_line, require
 
 from .record import begun

@@ -46,8 +46,8 @@ from nlr_lab.runtime.storage import (
     write_json,
 )
 from nlr_lab.runtime.tables import duration
-from nlr_lab.training.result import stability
-from nonlinear_lowrank.errors import DivergedError, UserError
+from nlr_lab.training.result import DivergedError, stability
+from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import staged_folder
 from nonlinear_lowrank.methods.sine.layer import SineLowRankLinear
 

@@ -7,16 +7,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nonlinear_lowrank.errors import DivergedError
-
     from .arms import Arm
     from .recipe import Recipe, TrainConfig
-    from .result import TrainResult
+    from .result import DivergedError, TrainResult
     from .run import run_training
 
 __all__ = ["Arm", "DivergedError", "Recipe", "TrainConfig", "TrainResult", "run_training"]
 
-_FILES = {"Arm": "arms", "Recipe": "recipe", "TrainConfig": "recipe", "TrainResult": "result"}
+_FILES = {
+    "Arm": "arms",
+    "Recipe": "recipe",
+    "TrainConfig": "recipe",
+    "TrainResult": "result",
+    "DivergedError": "result",
+}
 
 
 def __getattr__(name: str) -> Any:

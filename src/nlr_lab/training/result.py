@@ -32,6 +32,18 @@ Curve = tuple[tuple[int, float], ...]
 """(step, value)."""
 
 
+class DivergedError(UserError):
+    """The loss or the weights are no longer finite, or the loss spiked and did not recover."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+        """The first step whose loss was not finite, or spiked."""
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.step)  # to travel between processes
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
     """The numbers of a finished run. Losses are nats a token, or means over examples.

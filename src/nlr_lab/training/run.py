@@ -26,7 +26,7 @@ from nlr_lab.runtime.processes import on_rank_0, warn_of_restarts, world_size
 from nlr_lab.runtime.signals import StoppedBySignal, StopRequest, noted_signals
 from nlr_lab.runtime.storage import newest_valid, remove_temporaries
 from nonlinear_lowrank.analysis.cost import count_parameters
-from nonlinear_lowrank.errors import DivergedError, UserError
+from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.validation import one_line
 
 from . import deepspeed
@@ -34,7 +34,7 @@ from .arms import apply_arm, build_model, optimizer_settings, uses_muon
 from .checkpoints import check_optimizer
 from .progress import RunLog, progress_of
 from .recipe import Recipe, TrainConfig
-from .result import TrainResult, after_divergence, curve_of, judged, stability, untrained_loss
+from .result import DivergedError, TrainResult, after_divergence, curve_of, judged, stability, untrained_loss
 from .run_folder import RunFolder
 from .trainer import RunTrainer, Schedule, WarmOptimizer
 

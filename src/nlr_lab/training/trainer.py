@@ -24,7 +24,7 @@ from nlr_lab.runtime.processes import gather_objects, largest, on_rank_0, own_gr
 from nlr_lab.runtime.signals import StoppedBySignal, StopRequest
 from nlr_lab.runtime.storage import disk_errors, prune, step_folders
 from nlr_lab.tasks.task import Batch, scores_of_examples
-from nonlinear_lowrank.errors import DivergedError, UserError
+from nonlinear_lowrank.errors import UserError
 from nonlinear_lowrank.hub.storage import MANIFEST, staged_folder
 from nonlinear_lowrank.validation import one_line
 
@@ -33,7 +33,7 @@ from . import deepspeed
 from .arms import is_adapted
 from .background import Background
 from .recipe import TrainConfig
-from .result import after_divergence, curve_of, rises, untrained_loss
+from .result import DivergedError, after_divergence, curve_of, rises, untrained_loss
 
 _SHUFFLED = 1 << 24  # sequences that are shuffled at once
 _RUN = 1 << 12

@@ -18,7 +18,7 @@ from nlr_lab.compare.trial import Choice
 from nlr_lab.fields.problem import FieldArm
 from nlr_lab.runtime.environment import cpu_threads
 from nlr_lab.tasks.task import Measure
-from nonlinear_lowrank.errors import DivergedError
+from nlr_lab.training.result import DivergedError
 from refusals import assert_refused
 from studies.study import copy
 

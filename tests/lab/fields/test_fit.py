@@ -16,8 +16,8 @@ from nlr_lab.fields.problem import FieldMethod
 from nlr_lab.fields.settings import FieldConfig, FitConfig
 from nlr_lab.runtime import environment
 from nlr_lab.runtime.environment import OutOfTimeError
+from nlr_lab.training.result import DivergedError
 from nlr_lab.watch.runs import Watched
-from nonlinear_lowrank.errors import DivergedError
 from refusals import assert_refused
 
 SINE = FieldMethod(kind="sine", rank=1, omega=60.0)
