@@ -17,6 +17,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -44,6 +45,7 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
     """
     inside: nn.Module = getattr(model, "get_base_model", lambda: model)()  # of peft's model, which hides the backbone
     heads = {id(part) for name in output_head_names(inside) for part in inside.get_submodule(name).modules()}
+    kept: Any = getattr(inside, "no_weight_decay", set)()  # timm's
     by_name: dict[str, Role] = {}
     named: dict[str, Role] = {}  # before the parameters: a module may hold them one or two levels deeper
     for module_name, module in model.named_modules():
@@ -65,7 +67,8 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
             else:
                 role = OTHER
             by_name[name] = role
-    return {name: by_name[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    roles = {name: by_name[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {name: replace(role, decay=False) if name in kept else role for name, role in roles.items()}
 
 
 def _whole(name: str) -> str:

@@ -160,7 +160,7 @@ def _by_gradient(model: nn.Module, linears: Mapping[str, Any], batches: Batches)
                 output = model(**tree_map_only(Tensor, lambda x: x.clone() if x.is_inference() else x, dict(batch)))
                 loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
                 if loss is None:
-                    raise UserError("the model's output has no loss; put labels into the batches")
+                    raise UserError("the model's output has no loss; put labels into the batches, or return one")
                 gradients = torch.autograd.grad(loss, weights, allow_unused=True)
             for name, weight, gradient in zip(linears, weights, gradients, strict=True):
                 if gradient is not None:

@@ -29,7 +29,7 @@ def fill_in_targets(tuner: Any, model: Any, config: Any) -> None:
     Names that no longer hold a linear of their own (sine low-rank weights, nonlinear queries) are dropped in
     the first case. In the second they raise UserError, except with our own tuners, which take such layers whole.
     """
-    plain_type = model.config.model_type.removeprefix(TYPE_PREFIX)
+    plain_type = str(getattr(getattr(model, "config", None), "model_type", "")).removeprefix(TYPE_PREFIX)
     known = getattr(tuner, "target_module_mapping", {}).get(plain_type)
     if hasattr(config, "feedforward_modules"):  # IA3, whose tables are elsewhere
         known = IA3_TARGETS.get(plain_type)

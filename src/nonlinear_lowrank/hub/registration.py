@@ -83,7 +83,7 @@ def _on_peft(_peft: Any) -> None:
     def inject(inject: Any, tuner: Any, args: Any, kwargs: Any) -> Any:
         model = kwargs["model"] if "model" in kwargs else args[0]
         name = kwargs["adapter_name"] if "adapter_name" in kwargs else args[1]
-        if str(getattr(getattr(model, "config", None), "model_type", "")).startswith(TYPE_PREFIX):
+        if any(map(base.method_of_layer, model.modules())):
             targets = importlib.import_module("nonlinear_lowrank.hub.peft_targets")
             targets.fill_in_targets(tuner, model, tuner.peft_config[name])
         return inject(*args, **kwargs)

@@ -27,7 +27,8 @@ def row_groups(name: str, parent: Any) -> int | None:
         return heads
     if own not in (*FUSED, BY_HEAD):
         return 1
-    if kind.startswith(_BY_HEAD_IN):
+    # timm's MaxViT says so; its TinyViT and EfficientFormer cut each head at their width of values.
+    if kind.startswith(_BY_HEAD_IN) or getattr(parent, "head_first", False) or hasattr(parent, "val_dim"):
         return heads
     if kind.startswith("CodeGen"):
         return _DEVICES
@@ -53,6 +54,18 @@ def attention_heads(parent: Any, config: Any = None) -> tuple[int | None, int | 
     return heads, head
 
 
+def _key_heads(parent: Any) -> int | None:
+    names = ("num_key_value_heads", "num_kv_heads", "kv_heads")
+    return first_integer((parent, getattr(parent, "config", None)), names)
+
+
+def query_is_beside(name: str, module: Any, parent: nn.Module) -> bool:
+    """Return whether a fused projection holds keys and values alone, as in cross-attention and in windows of GCViT."""
+    d_in, d_out = linear_shape(module)
+    only_two = d_out == 2 * d_in and _key_heads(parent) is None
+    return name.rpartition(".")[2] in FUSED and (only_two or getattr(parent, "is_cross_attention", False))
+
+
 def fused_widths(name: str, module: Any, parent: nn.Module) -> tuple[tuple[str, ...], tuple[int, ...], int] | str:
     """Return names and widths of the parts of a fused projection, and the number of groups in which they take turns.
 
@@ -68,8 +81,7 @@ def fused_widths(name: str, module: Any, parent: nn.Module) -> tuple[tuple[str, 
     if heads is not None and head is not None:
         # Without a number of their own there are as many keys and values.
         q = heads * head
-        keys = ("num_key_value_heads", "num_kv_heads", "kv_heads")
-        k = head * (first_integer((parent, getattr(parent, "config", None)), keys) or heads)
+        k = head * (_key_heads(parent) or heads)
     if d_out != q + 2 * k or q % groups or k % groups:
         return f"its {d_in} -> {d_out} are not the {q} queries and twice {k} keys and values of {kind}"
     others = ("v_proj", "k_proj") if kind.startswith("CodeGen") else ("k_proj", "v_proj")

@@ -29,7 +29,7 @@ from nonlinear_lowrank.ops.plain import wide_dtype
 from nonlinear_lowrank.surgery.split import SplitLinear
 from nonlinear_lowrank.validation import check_integer
 
-from .attention import QUERY_BESIDE, attention_heads, holds_keys_and_values, row_groups
+from .attention import QUERY_BESIDE, attention_heads, holds_keys_and_values, query_is_beside, row_groups
 from .base import Method, Role, method_of_layer, register
 from .matrix import is_plain_linear, linear_shape
 from .names import BY_HEAD, FUSED, KEYS, SEPARATE
@@ -139,7 +139,7 @@ class QKNormMethod(Method):
             why = "mixes rows of q, k and v, without a block of queries"
             raise UserError(f"{name} {why}; leave it out with exclude=")
         fused = own in FUSED
-        if fused and getattr(parent, "is_cross_attention", False) and not holds_keys_and_values(module):
+        if query_is_beside(name, module, parent) and not holds_keys_and_values(module):
             # Its shape alone, which is all that a saved model tells, would read as queries and narrow keys.
             raise UserError(f"{name} {QUERY_BESIDE}")
         if fused and (d_out <= d_in or (heads is not None and width is not None and heads * width != d_in)):

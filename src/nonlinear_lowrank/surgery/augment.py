@@ -31,7 +31,7 @@ from .targets import HOOKED, Patterns, choose_found, choose_linears, expert_tens
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 _COMPILED = "OptimizedModule"
 
-_NORMS = ("LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm", "BatchNorm")
+_NORMS = ("layernorm", "rmsnorm", "groupnorm", "instancenorm", "batchnorm", "affine")  # the last: ResMLP's
 
 after_augment: list[Callable[[nn.Module, dict[str, Any]], None]] = []
 """Hooks, called with (model, entry) once a model was augmented; `hub` adds the one that makes it saveable."""
@@ -131,6 +131,9 @@ def augment(
 
         layers = _swap(model, method, configs)
     for name, layer in layers.items():
+        parent: Any = model.get_submodule(name.rpartition(".")[0])
+        if hasattr(parent, "fuse_projections"):  # diffusers', of weights
+            parent.fuse_projections = _refuse_to_fuse
         if found is not None and (device := found.targets[name].device) is not None:
             layer.to(device)
         layer.reset_parameters()  # type: ignore[operator]
@@ -151,6 +154,10 @@ def augment(
     if verbose:
         print(report)
     return report
+
+
+def _refuse_to_fuse(*_args: Any, **_options: Any) -> None:
+    raise UserError("fuse_qkv_projections would drop the branches; fuse before augment, or run the model unfused")
 
 
 def known_method(config: Any) -> Method:
@@ -293,14 +300,18 @@ def _was_trained(model: nn.Module) -> bool:
     else loads a checkpoint (load_state_dict, timm) leaves no mark.
     """
     return any(map(_was_loaded, model.modules())) or any(
-        any(kind in type(module).__name__ for kind in _NORMS)
-        and type(weight := getattr(module, "weight", None)) is nn.Parameter  # a fake one, or a shard, has no values
+        any(kind in type(module).__name__.lower() for kind in _NORMS)
+        and type(weight := _scale_of(module)) is nn.Parameter  # a fake one, or a shard, has no values
         and weight.numel() > 1
         and not weight.is_meta
         and ((batches := getattr(module, "num_batches_tracked", None)) is None or bool(batches > 0))
         and bool(weight.float().amin() < weight.float().amax())  # float8 has neither
         for module in model.modules()
     )
+
+
+def _scale_of(norm: nn.Module) -> Any:
+    return next((each for name in ("weight", "alpha") if (each := getattr(norm, name, None)) is not None), None)
 
 
 def _was_loaded(module: nn.Module) -> bool:

@@ -23,8 +23,9 @@ from nonlinear_lowrank.methods.matrix import is_plain_linear
 
 Patterns = str | Sequence[str] | None
 
-# For models that do not say which linear is their output head.
+# For models that do not say which linear is their output head; the second in models that are not transformers'.
 _HEAD_NAMES = re.compile(r"(.*\.)?(lm_head|embed_out|output_projection|unembed|head|classifier|score|qa_outputs)")
+_OUTER_HEADS = re.compile(r"fc|proj_out|classifier\.\d+|(heads?|head_dist)(\..*)?")
 _POOLER = re.compile(r"(.*\.)?pooler(\..*)?")
 _EACH_TOKEN = re.compile(
     r".*(For(MaskedLM|CausalLM|TokenClassification|QuestionAnswering)|LMHeadModel|EncoderDecoderModel)"
@@ -58,13 +59,18 @@ def outside_backbones(model: nn.Module) -> set[int]:
 def output_head_names(model: nn.Module) -> dict[str, str]:
     """Return linears that produce a model's output, or that of one inside, with the reason: {name: why}."""
     outputs, headed = outside_backbones(model), set[int]()
+    for module in model.modules():
+        if callable(get_classifier := getattr(module, "get_classifier", None)):  # timm's; of some it is a pair
+            found = get_classifier()
+            parts = found if isinstance(found, tuple | list) else [found]
+            outputs |= {id(each) for part in parts if isinstance(part, nn.Module) for each in part.modules()}
     for part in outermost_models(model).values():
         if callable(get_output := getattr(part, "get_output_embeddings", None)):
             outputs.add(id(get_output()))
         if id(part) in outputs:
             headed |= {id(module) for module in part.modules()}
     tied = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    heads = {}
+    heads, alone = {}, not any(isinstance(module, PreTrainedModel) for module in model.modules())
     for name, module in model.named_modules():
         # A weight is looked for without reading it: a property may compute it.
         weight = module._parameters.get("weight")
@@ -74,7 +80,7 @@ def output_head_names(model: nn.Module) -> dict[str, str]:
             heads[name] = "tied to an embedding"
         elif id(module) in outputs:
             heads[name] = "output head"
-        elif id(module) not in headed and _HEAD_NAMES.fullmatch(name):
+        elif id(module) not in headed and (_HEAD_NAMES.fullmatch(name) or (alone and _OUTER_HEADS.fullmatch(name))):
             heads[name] = "named like an output head"
     return heads
 
@@ -99,6 +105,17 @@ def _tied_by_name(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
             parts += [start + part.removeprefix("^") for pair in keys.items() for part in pair]
     why = "the model ties it to another, with what is added to it"
     return {name: why for name in names if any(re.match(part, f"{name}.added") for part in parts)}
+
+
+def _unreadable(model: nn.Module) -> dict[str, str]:
+    """Return linears that sentence-transformers writes in its own files, such as its Dense's: {name: why}."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        own = type(module).__module__.startswith("sentence_transformers.")
+        if own and not any(isinstance(each, PreTrainedModel) for each in module.modules()):
+            why = f"in a {type(module).__name__}, which sentence-transformers could not read back"
+            found |= {path: why for path, each in module.named_modules(prefix=name) if is_linear(each)}
+    return found
 
 
 def _skipped_by_name(
@@ -145,7 +162,7 @@ def choose_linears(
     if method.replaces_weights:
         heads = _tied_linears(model) | heads
     modules = dict(model.named_modules())
-    heads = _tied_by_name(model, modules) | heads
+    heads = _tied_by_name(model, modules) | _unreadable(model) | heads
     methods = {name: method_of_layer(module) for name, module in modules.items()}
     wrapped = {name: found.name for name, found in methods.items() if found and found.wraps}
     held = {name for name, module in modules.items() if expert_tensors(module)}

@@ -6,9 +6,9 @@ from dataclasses import replace
 from torch import nn
 
 from nonlinear_lowrank.errors import UserError
-from nonlinear_lowrank.methods.attention import QUERY_BESIDE, attention_heads, row_groups
+from nonlinear_lowrank.methods.attention import QUERY_BESIDE, attention_heads, query_is_beside, row_groups
 from nonlinear_lowrank.methods.matrix import linear_shape
-from nonlinear_lowrank.methods.names import FUSED, HOLDING, SEPARATE, SINGLE
+from nonlinear_lowrank.methods.names import HOLDING, SEPARATE, SINGLE
 
 from .config import NonlinearQueryConfig
 from .formula import QueryLayout
@@ -30,9 +30,9 @@ def found_layout(name: str, module: nn.Module, parent: nn.Module, config: Nonlin
     """Return the layout that the attention around a projection says; UserError where it does not, or there is none."""
     d_in, d_out = linear_shape(module)
     own = name.rpartition(".")[2]
-    if own in FUSED and getattr(parent, "is_cross_attention", False):
-        raise UserError(f"{name} {QUERY_BESIDE}")
     given = config.query_width is not None or config.query_groups is not None
+    if query_is_beside(name, module, parent) and (not given or getattr(parent, "is_cross_attention", False)):
+        raise UserError(f"{name} {QUERY_BESIDE}")
     heads, head = attention_heads(parent)
     twice = own in SEPARATE and heads and head and d_out == 2 * heads * head and not hasattr(parent, "qk_head_dim")
     groups = row_groups(name, parent)
