@@ -125,19 +125,19 @@ class Folder:
         why = "Not named in this call, and left out though the folder has their runs"
         return [f"{why}: {', '.join(found)}. p (Holm) does not count them."] if found else []
 
-    def load_times(self, rounds: int, threads: int | None) -> dict[str, list[float]] | None:
+    def load_times(self, rounds: int, timed_on: Mapping[str, Any]) -> dict[str, list[float]] | None:
         """Return step times of an earlier session, if they are of these arms on this kind of machine."""
         if not (self.path / TIMING).exists() or rounds == 0:
             return None
         record = read_json(self.path / TIMING, "delete it: it is measured again")
-        if record.get("arms") != self.now["arms"] or record.get("machine") != machine(threads):
+        if record.get("arms") != self.now["arms"] or record.get("machine") != timed_on:
             return None
         return record["times"] if all(len(series) >= rounds for series in record["times"].values()) else None
 
-    def save_times(self, times: dict[str, list[float]], threads: int | None) -> None:
+    def save_times(self, times: dict[str, list[float]], timed_on: Mapping[str, Any]) -> None:
         """Keep step times for a later session, with what they are times of."""
         with disk_errors(str(self.path / TIMING)):
-            write_json(self.path / TIMING, {"arms": self.now["arms"], "machine": machine(threads), "times": times})
+            write_json(self.path / TIMING, {"arms": self.now["arms"], "machine": timed_on, "times": times})
 
 
 def begun(run: Path) -> bool:

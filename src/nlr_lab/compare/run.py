@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
-from nlr_lab.runtime.environment import OutOfTimeError, cpu_threads
+from nlr_lab.runtime.environment import OutOfTimeError, cpu_threads, machine
 from nlr_lab.runtime.log import append_entry
 from nlr_lab.runtime.processes import FreeThreads, on_rank_0, rank
 from nlr_lab.runtime.signals import StoppedBySignal
@@ -133,9 +133,13 @@ def compare(
     if resume:
         on_rank_0(lambda: folder.check_data(trials.fingerprint))
 
+    def timed_on() -> dict[str, Any]:  # its number of threads is the one in use
+        parts = getattr(recipe.train, "gradient_accumulation", 1)
+        return machine(own_threads) | ({"gradient_accumulation": parts} if parts > 1 else {})
+
     def measure() -> Measurement:
         with threads.chosen():
-            former = folder.load_times(rounds, own_threads) if resume else None
+            former = folder.load_times(rounds, timed_on()) if resume else None
             found = trials.count_and_time(plan.arms, 0 if former else rounds, limit)
             return replace(found, times=former) if former else found
 
@@ -151,7 +155,7 @@ def compare(
             stack.enter_context(folder.opened(trials.fingerprint, overwrite=overwrite))
             if measured.times is not None:
                 with cpu_threads(threads.now):
-                    folder.save_times(measured.times, own_threads)
+                    folder.save_times(measured.times, timed_on())
         session.known_notes += measured.notes
         if resume:
             left_out = on_rank_0(lambda: folder.left_out_notes((plan.tuning_seed, *plan.seeds)))

@@ -13,6 +13,7 @@ from nlr_lab.compare.record import TIMING, Folder
 from nlr_lab.compare.report import draw_models, findings, mean_curve, render_report, training_rows
 from nlr_lab.compare.statistics import curve_cautions, holm, late_change, paired_mean
 from nlr_lab.compare.trial import Choice, best_run, next_choices
+from nlr_lab.runtime.environment import machine
 from nlr_lab.tasks.task import LOSS, Measure
 from refusals import assert_refused
 from seeds import rng
@@ -305,10 +306,10 @@ def test_curves_are_drawn_against_tokens_flops_and_hours_where_these_are_known(t
 
 def test_damaged_step_times_cost_no_runs(tmp_path):
     folder = Folder(tmp_path, {}, {"a": {}}, ())
-    folder.save_times({"a": [1.0, 2.0]}, None)
-    assert folder.load_times(2, None) == {"a": [1.0, 2.0]}
+    folder.save_times({"a": [1.0, 2.0]}, {})
+    assert folder.load_times(2, {}) == {"a": [1.0, 2.0]}
     (tmp_path / TIMING).write_text((tmp_path / TIMING).read_text()[:20])
-    assert_refused(f"{TIMING} is damaged, .*; delete it: it is measured again$", folder.load_times, 2, None)
+    assert_refused(f"{TIMING} is damaged, .*; delete it: it is measured again$", folder.load_times, 2, {})
 
 
 def test_a_familys_p_values_are_holms():
@@ -355,9 +356,9 @@ def test_hours_are_called_by_their_side(value, shown, said):
 
 def test_step_times_are_kept_for_as_many_threads(tmp_path):
     folder = Folder(tmp_path, {}, {"a": {}}, ())
-    folder.save_times({"a": [1.0, 2.0]}, 1)
-    assert folder.load_times(2, 1) == {"a": [1.0, 2.0]}
-    assert folder.load_times(2, 2) is None
+    folder.save_times({"a": [1.0, 2.0]}, machine(1))
+    assert folder.load_times(2, machine(1)) == {"a": [1.0, 2.0]}
+    assert folder.load_times(2, machine(2)) is None
 
 
 def test_the_lower_of_two_equal_rates_is_chosen():

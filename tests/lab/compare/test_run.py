@@ -13,7 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from compare_helpers import BASE, CONTROL, NOBLE, STEPS, FakeTraining, StubTask, bowl, compare_stub, gain
+from compare_helpers import (
+    BASE,
+    CONTROL,
+    NOBLE,
+    STEPS,
+    FakeTraining,
+    StubTask,
+    bowl,
+    compare_stub,
+    fake_measure,
+    gain,
+)
 from nlr_lab.compare.record import clean
 from nlr_lab.compare.report import findings, render_report
 from nlr_lab.runtime.signals import StoppedBySignal
@@ -259,6 +270,19 @@ def test_runs_at_rates_of_former_calls_are_named(go):
     assert left[1].startswith("Runs of `baseline-init-noble` at lr-0.00")
     again = go(tune_lr=(1e-3, 2e-3), resume=True, seeds=2).results["notes"]
     assert not any("at lr-0.001" in note for note in again if "`noble-r4`" in note)
+
+
+def test_step_times_of_another_accumulation_are_measured_anew(go, recipe):
+    asked = []
+
+    def measure(recipe, arms, prepared, *, rounds, **options):
+        asked.append(rounds)
+        return fake_measure(recipe, arms, prepared, rounds=rounds, **options)
+
+    halved = replace(recipe, train=replace(recipe.train, gradient_accumulation=2))
+    for each, resume in ((recipe, False), (recipe, True), (halved, True), (halved, True)):
+        go(recipe=each, resume=resume, measure_with=measure)
+    assert asked == [30, 0, 30, 0]
 
 
 def test_reports_the_seeds_that_every_arm_finished(go, tmp_path):
