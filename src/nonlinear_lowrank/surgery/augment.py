@@ -302,7 +302,7 @@ def _was_trained(model: nn.Module) -> bool:
     return any(map(_was_loaded, model.modules())) or any(
         any(kind in type(module).__name__.lower() for kind in _NORMS)
         and type(weight := _scale_of(module)) is nn.Parameter  # a fake one, or a shard, has no values
-        and weight.numel() > 1
+        and weight.numel() == max(weight.shape, default=0) > 1  # a vector
         and not weight.is_meta
         and ((batches := getattr(module, "num_batches_tracked", None)) is None or bool(batches > 0))
         and bool(weight.float().amin() < weight.float().amax())  # float8 has neither
