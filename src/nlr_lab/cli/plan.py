@@ -67,13 +67,13 @@ def run_plan(arguments: list[str]) -> None:
     from nlr_lab.plan.inspect import check_length
     from nlr_lab.training.arms import Arm
 
-    recipe = _of_size(name) if name in PRESETS else get_recipe(name)
+    recipe = _of_size(name, options) if name in PRESETS else get_recipe(name)
     task, train = recipe.task, recipe.train
     given = {
         each: getattr(train if getattr(options, each) is None else options, each)
         for each in ("batch_size", "steps", "bf16")
     }
-    if not given["steps"]:
+    if options.steps is None and not given["steps"]:
         raise UserError(f"only the data of {name} say how many steps its epochs are; give --steps")
     config = PlanConfig(
         hardware=hardware,
@@ -108,14 +108,15 @@ def run_plan(arguments: list[str]) -> None:
         print(format_plan(name, plans, config, width=table_width()))
 
 
-def _of_size(name: str) -> Any:
+def _of_size(name: str, options: PlanOptions) -> Any:
     """Return what a plan reads of a recipe, for a model of known size."""
     from nlr_lab.plan.inspect import build_on_meta
-    from nlr_lab.plan.presets import PRESET_ARMS, PRESETS
+    from nlr_lab.plan.presets import PRESET_ARMS, PRESETS, steps_for
     from nonlinear_lowrank.analysis.cost import count_parameters
 
     preset = PRESETS[name]
-    steps = preset.steps(count_parameters(build_on_meta(preset.config())))
+    tokens = (options.batch_size or preset.batch_size) * (options.sequence_length or preset.sequence_length)
+    steps = steps_for(count_parameters(build_on_meta(preset.config())), tokens)
     task = SimpleNamespace(
         build_on_meta=lambda: build_on_meta(preset.config()),
         adapter_setup=lambda model: None,

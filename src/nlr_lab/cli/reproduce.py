@@ -48,7 +48,7 @@ def run_reproduce(arguments: list[str]) -> None:
     if wrong := next((name for name, equals, path in pairs if not (name and equals and path)), None):
         raise UserError(f"--source {wrong} must be NAME=PATH, as in uoft-cs/cifar10=cifar10.npz")
 
-    from nlr_lab.reproduce.run import check_sources, overview, page, run_table
+    from nlr_lab.reproduce.run import check_options, overview, page, run_table
 
     if options.list:
         overview(found, out)
@@ -58,7 +58,7 @@ def run_reproduce(arguments: list[str]) -> None:
     if len(found) > 1:
         found = [table for table in found if table.trials is not None]
     sources = {name: path for name, _, path in pairs}
-    check_sources(found, options.scale, [*sources])
+    check_options(found, options.scale, [*sources], options.seeds)
     for table in found:
         record = run_table(table, options.scale, out, sources=sources, seeds=options.seeds)
         if rank() == 0:

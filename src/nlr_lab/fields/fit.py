@@ -144,7 +144,8 @@ def fit(
     if former is not None:
         load_weights(model, path)
         result = FitResult(**former, model=model.to(device))
-        if not (changed and pictures):
+        lost = any(not (path / file).is_file() for file in result.files)
+        if not ((changed or lost) and pictures):
             return result
     with (
         disk_errors(str(path)),

@@ -78,7 +78,8 @@ def read_pixels(file: Path, *, upright: bool = False) -> np.ndarray:
     except FileNotFoundError as error:
         raise UserError(f"the image {file} is missing") from error
     except (OSError, SyntaxError, TypeError, ValueError, EOFError, Image.DecompressionBombError) as error:
-        raise UserError(f"cannot read the image {file}: {one_line(error)}") from error
+        fix = "; make it smaller first" if isinstance(error, Image.DecompressionBombError) else ""
+        raise UserError(f"cannot read the image {file}: {one_line(error)}{fix}") from error
 
 
 def _upright(image: Image.Image) -> Image.Image:

@@ -77,8 +77,8 @@ class OccupancyProblem:
         self.held_out = occupancy_grid(mesh, settings.held_out, jitter=np.random.default_rng(0))
         if min(self.grid.hollow, self.held_out.hollow) > _HOLLOW:
             warnings.warn(
-                f"{name}: bodies overlap, and {self.grid.hollow:.0%} of the volume is hollow for it; unite them in a "
-                "mesh editor if that is not meant",
+                f"{name}: bodies overlap, and of the volumes that they enclose {self.grid.hollow:.0%} is counted twice "
+                "or taken for hollow; unite them in a mesh editor if that is not meant",
                 stacklevel=2,
             )
         self.lattice = LatticePoints(self.grid.inside, settings.surface_share, settings.surface_band)

@@ -102,7 +102,8 @@ def occupancy_grid(mesh: "Trimesh", resolution: int, *, jitter: np.random.Genera
             recast += len(todo)
         else:
             rays = f"{len(todo)} of {len(cells):,} rays"
-            raise UserError(f"{rays} cross the mesh an odd number of times: it is open; close it in a mesh editor")
+            why = "it is open, or bodies touch face to face; close or unite them in a mesh editor"
+            raise UserError(f"{rays} cross the mesh an odd number of times: {why}")
         # The first point above a hit, by cell and then by the place within it; each hit turns all points above it.
         first = np.clip(np.ceil((height + 1) * (n / 2) - within[column, 2]), 0, n).astype(np.int64)
         turns = np.zeros((len(cells), n + 1), dtype=bool)

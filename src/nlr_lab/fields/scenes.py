@@ -8,7 +8,7 @@ Blender: rendered objects; `transform_matrix` is camera-to-world. Source: Milden
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -135,6 +135,8 @@ def read_scene(
         return _llff(path.name, _read(files), read_array(path / "poses_bounds.npy"), factor, out, ndc)
     else:
         sides = [_read_side(path, file) for file in _transforms(path)]
+        if len(sides) > 1 and (both := {*sides[0].files} & {*sides[1].files}):
+            raise UserError(f"{min(both)} is in the training and in the test views; leave it in one of them")
     if not ndc:
         raise UserError(f"ndc does nothing for {path.stem}, a Blender scene, whose rays are the world's; omit it")
     colours, height, width = _reduced(str(path), chain.from_iterable(side.images for side in sides), downscale)
@@ -163,6 +165,7 @@ class _Side(NamedTuple):
     images: _Images
     poses: np.ndarray
     lenses: list[dict[str, Any]]
+    files: Collection[Path] = ()
 
 
 def _unpacked(name: str, images: np.ndarray, poses: np.ndarray) -> _Images:
@@ -285,7 +288,8 @@ def _read_side(path: Path, side: Path) -> _Side:
         matrices = np.array([frame["transform_matrix"] for frame in frames], np.float64)
     except (TypeError, ValueError) as error:
         raise UserError(f"{side}: every transform_matrix must be 4 x 4 numbers") from error
-    return _Side(side.name, _read(files), _matrices(side.name, matrices), [{**table, **frame} for frame in frames])
+    lenses = [{**table, **frame} for frame in frames]
+    return _Side(side.name, _read(files), _matrices(side.name, matrices), lenses, files)
 
 
 def _matrices(name: str, poses: np.ndarray) -> np.ndarray:
@@ -304,6 +308,8 @@ def _intrinsics(name: str, table: dict[str, Any], height: int, width: int) -> tu
     lens = {key: table[key] for key in ("w", "h", "fl_x", "fl_y", "cx", "cy", "camera_angle_x") if key in table}
     for key, value in lens.items():
         check_number(f"{name}: {key}", value, above=0)
+    if lens.get("camera_angle_x", 0.0) >= np.pi:
+        raise UserError(f"{name}: camera_angle_x is {lens['camera_angle_x']:g}; give radians, below pi")
     # The pictures may be smaller than those that the lengths are for.
     across = width / lens["w"] if "w" in lens else 1.0
     down = height / lens["h"] if "h" in lens else across

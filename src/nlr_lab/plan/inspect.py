@@ -77,7 +77,7 @@ def inspect_model(
     notes = cost.notes + ([note] if note else [])
     try:
         if not inputs:
-            raise UserError(f"give inputs= for the forward pass of a {type(model).__name__}")
+            raise UserError(f"no inputs are known for a {type(model).__name__} (in Python: inputs=)")
         if isinstance(model, PreTrainedModel) and unreached_experts(model) and not _grouped(model):
             raise UserError("a pass on fake tensors routes no token to an expert; measure a real step")
         kept = _saved_by_module(model, inputs, bf16)

@@ -223,15 +223,17 @@ def _accuracy(metrics: Mapping[str, Any]) -> float:
     return float(next(metrics[name] for name in ("acc_norm,none", "acc,none") if name in metrics))
 
 
-def check_sources(tables: Sequence[Table], scale: str, names: Sequence[str]) -> None:
-    """Raise UserError for a name of a data set or checkpoint that no table has at this scale."""
+def check_options(tables: Sequence[Table], scale: str, names: Sequence[str], seeds: int | None) -> None:
+    """Raise UserError for a name of a data set or checkpoint, or seeds, that no table uses at this scale."""
     trials = [trial for table in tables if table.trials is not None for trial in table.trials(scale)]
     compared = [trial for trial in trials if isinstance(trial, Compare)]
+    what = tables[0].name if len(tables) == 1 else "these tables"
+    if seeds is not None and trials and not compared:
+        raise UserError(f"--seeds does nothing for {what} at --scale {scale}; omit it")
     for name in names:
         if any(trial.tasks and name == _kind(trial.tasks.values()) for trial in compared):
             continue
         if not any(_replaced(trial.recipe, {name: name + " "}) is not trial.recipe for trial in compared):
-            what = tables[0].name if len(tables) == 1 else "these tables"
             raise UserError(f"--source {name}: {what} read nothing of that name at --scale {scale}; omit it")
 
 

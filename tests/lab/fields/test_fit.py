@@ -148,6 +148,10 @@ def test_resumes_with_other_pictures_and_places(tmp_path):
         found = _fit(tmp_path, moved, **about(**now, picture_height=48))
     assert len(drawn) == 2
     assert picture.read_bytes() != b"of other settings"
+    picture.unlink()
+    _fit(tmp_path, moved, **about(**now, picture_height=48))
+    assert len(drawn) == 3
+    assert picture.exists()
     assert json.loads((tmp_path / "result.json").read_text()) == found.to_json()
 
 

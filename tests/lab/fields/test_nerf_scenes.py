@@ -222,6 +222,11 @@ def test_folders_without_transforms_and_broken_ones_are_refused(tmp_path):
         ({**good, "camera_model": "OPENCV_FISHEYE"}, "another camera than a pinhole's"),
         ({**good, "test_filenames": ["test/0.png"]}, "test_filenames, which are not read; put the frames into"),
         ({**good, "camera_angle_x": float("nan")}, "camera_angle_x must be"),
+        ({**good, "camera_angle_x": 40.0}, "camera_angle_x is 40; give radians, below pi"),
+        (
+            {**good, "frames": [{**good["frames"][0], "file_path": "train/view001"}]},
+            "view001.png is in the training and",
+        ),
         ({"frames": good["frames"]}, "needs camera_angle_x"),
         ({**good, "frames": []}, "names no frames"),
         ({**good, "frames": [{"file_path": "x"}]}, "frame 0 needs transform_matrix"),

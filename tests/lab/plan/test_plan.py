@@ -301,9 +301,14 @@ def test_smallest_fitting_sharding_is_chosen(seven):
 )
 def test_presets_have_the_published_sizes(name, parameters):
     assert count_parameters(build_on_meta(PRESETS[name].config())) == parameters
-    preset = PRESETS[name]
-    tokens = preset.steps(parameters) * preset.batch_size * preset.sequence_length
-    assert tokens == pytest.approx(20 * parameters, rel=0.01)
+
+
+@pytest.mark.parametrize("given", [{}, {"batch_size": 64, "sequence_length": 512}], ids=str)
+def test_sizes_are_planned_for_twenty_tokens_a_parameter(capsys, given):
+    words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)]
+    found = json.loads(run(capsys, "plan", "124m", "--arms", "baseline", "--json", *words)[1])
+    tokens = found["batch_size"] * found["arms"][0]["tokens"]
+    assert found["steps"] * tokens == pytest.approx(20 * 124_439_808, rel=0.01)
 
 
 def test_recipes_are_planned_arm_by_arm(capsys):

@@ -13,7 +13,7 @@ from compare_helpers import ACCURACY, FakeTraining, StubTask, a_record, a_run, a
 from nlr_lab.compare import model_trials
 from nlr_lab.reproduce import SCALES, noble, tables
 from nlr_lab.reproduce.measures import MEASURES, Arm
-from nlr_lab.reproduce.run import check_sources, count_parts, model_folder, parse_arms
+from nlr_lab.reproduce.run import check_options, count_parts, model_folder, parse_arms
 from nlr_lab.reproduce.sine import rate_distortion
 from nlr_lab.reproduce.table import Absent, Compare, slug
 from nlr_lab.training import TrainConfig
@@ -282,12 +282,14 @@ def test_refusals(capsys):
 
 def test_sources_of_a_scale_are_known_by_name():
     tables = [TABLES["noble/table1"], TABLES["sine/table2"]]
-    check_sources(tables, "paper", ["Skylion007/openwebtext", "commonsense", "meta-llama/Meta-Llama-3-8B"])
-    check_sources([TABLES["nora/table2"]], "small", ["mmlu", "Open-Orca/OpenOrca"])
+    check_options(tables, "paper", ["Skylion007/openwebtext", "commonsense", "meta-llama/Meta-Llama-3-8B"], None)
+    check_options([TABLES["nora/table2"]], "small", ["mmlu", "Open-Orca/OpenOrca"], 2)
     with pytest.raises(UserError, match="commonsense: nora/table2"):
-        check_sources([TABLES["nora/table2"]], "small", ["commonsense"])
+        check_options([TABLES["nora/table2"]], "small", ["commonsense"], None)
     with pytest.raises(UserError, match="commonsense: noble/table1"):
-        check_sources(tables[:1], "paper", ["commonsense"])
+        check_options(tables[:1], "paper", ["commonsense"], None)
+    with pytest.raises(UserError, match="--seeds does nothing for sine/fig3 at --scale demo"):
+        check_options([TABLES["sine/fig3"]], "demo", [], 2)
 
 
 @pytest.fixture(scope="session")

@@ -124,7 +124,7 @@ def test_plain_modules_need_inputs_for_saved_bytes():
     model = _Mixer()
     bare = inspect_model(model, 5)
     assert bare.kept_bytes is None
-    assert any("give inputs=" in note for note in bare.notes)
+    assert any("(in Python: inputs=)" in note for note in bare.notes)
     assert any("_Mixer" in note and "not counted" in note for note in bare.notes)
     assert bare.flops == 2 * 6 * 7 + 2 * 4 * 7 * 7 + 4 * 5 * 7
     x = torch.randn(3, 5, 6)
