@@ -45,7 +45,8 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
     """
     inside: nn.Module = getattr(model, "get_base_model", lambda: model)()  # of peft's model, which hides the backbone
     heads = {id(part) for name in output_head_names(inside) for part in inside.get_submodule(name).modules()}
-    kept: Any = getattr(inside, "no_weight_decay", set)()  # timm's
+    kept: Any = getattr(inside, "no_weight_decay", ())  # timm's method; others hold the names
+    kept = kept() if callable(kept) else kept
     by_name: dict[str, Role] = {}
     named: dict[str, Role] = {}  # before the parameters: a module may hold them one or two levels deeper
     for module_name, module in model.named_modules():
@@ -84,7 +85,7 @@ def param_groups(
     Args:
         model: augmented or plain.
         lr: the base learning rate, of multiplier 1.
-        weight_decay: for the roles that decay; the others get 0.
+        weight_decay: for the roles that decay; the others, and what the model's `no_weight_decay` names, get 0.
         muon: name the split for `MuonAdamW`: each group has an "optimizer" of "muon" or "adamw".
         verbose: print the groups.
 

@@ -111,12 +111,13 @@ def run_plan(arguments: list[str]) -> None:
 def _of_size(name: str, options: PlanOptions) -> Any:
     """Return what a plan reads of a recipe, for a model of known size."""
     from nlr_lab.plan.inspect import build_on_meta
-    from nlr_lab.plan.presets import PRESET_ARMS, PRESETS, steps_for
+    from nlr_lab.plan.presets import PRESET_ARMS, PRESETS
     from nonlinear_lowrank.analysis.cost import count_parameters
 
     preset = PRESETS[name]
     tokens = (options.batch_size or preset.batch_size) * (options.sequence_length or preset.sequence_length)
-    steps = steps_for(count_parameters(build_on_meta(preset.config())), tokens)
+    # 20 tokens for each parameter: Hoffmann et al. 2022, arXiv:2203.15556.
+    steps = max(1, round(20 * count_parameters(build_on_meta(preset.config())) / tokens))
     task = SimpleNamespace(
         build_on_meta=lambda: build_on_meta(preset.config()),
         adapter_setup=lambda model: None,

@@ -25,11 +25,6 @@ class Preset:
     """Sequences of a step, over all GPUs."""
 
 
-def steps_for(parameters: int, tokens: int) -> int:
-    """Return the steps of so many tokens that make 20 for each parameter (Hoffmann et al. 2022, arXiv:2203.15556)."""
-    return max(1, round(20 * parameters / tokens))
-
-
 def _gpt2(layers: int, width: int, heads: int) -> Any:
     from transformers import GPT2Config
 

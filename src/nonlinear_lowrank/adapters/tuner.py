@@ -157,8 +157,8 @@ class CheckedTuner(BaseTuner):
             if why_bypassed(name, own, parent, grandparent):  # T5's `shared`
                 dead[name] = f"the forward of {type(parent).__name__} does not call it"
         if partly := [name for name in targets if name in bypassed and name not in dead]:
-            why = f"{partly[0]}: {bypassed[partly[0]].why}"
-            warnings.warn(f"{len(partly)} adapters do not act on every path of the model ({why})", stacklevel=3)
+            which = f"{len(partly)} of {len(targets)}; {partly[0]}: {bypassed[partly[0]].why}"
+            warnings.warn(f"adapters do not act on every path of the model ({which})", stacklevel=3)
         if not dead:
             return targets
         name, why = next(iter(dead.items()))

@@ -53,10 +53,11 @@ def augment(
 
     With a `RationalConfig` these are the activation modules, except those of poolers and heads unless `include` names
     them, and each starts as its own function. With any other config they are every `nn.Linear` and transformers
-    `Conv1D` but the output head (anything outside a transformers model's backbone, tied to an embedding, or named like
-    a head) and, unless `include` names it, what another method has replaced or this one has no use for. An
-    `nn.MultiheadAttention` counts as its linears q_proj, k_proj, v_proj and out_proj (`surgery.attention`). Checks
-    come first: when an error is raised, the model is as it was. A method that discards loaded weights warns of it.
+    `Conv1D` but the output head (anything outside a transformers model's backbone or in timm's `get_classifier()`,
+    tied to an embedding, or named like a head) and, unless `include` names it, what another method has replaced or this
+    one has no use for. An `nn.MultiheadAttention` counts as its linears q_proj, k_proj, v_proj and out_proj
+    (`surgery.attention`). Checks come first: when an error is raised, the model is as it was. A method that discards
+    loaded weights warns of it.
 
     Args:
         model: any module; a transformers model, or one inside it, also becomes saveable with its branches.

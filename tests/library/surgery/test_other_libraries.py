@@ -121,8 +121,11 @@ def test_heads_get_no_branch(make):
     assert nlr.augment(make(), nlr.NobleConfig(rank=2), verbose=False).swapped == ["blocks.0.fc"]
 
 
-def test_the_models_own_no_weight_decay_counts():
+@pytest.mark.parametrize("held", [False, True], ids=["method", "attribute"])
+def test_the_models_own_no_weight_decay_counts(held):
     model = Classifier(fc=_linear())
+    if held:
+        vars(model)["no_weight_decay"] = model.no_weight_decay()
     groups = nlr.param_groups(model, 1e-3, 0.1, verbose=False)
     decays = {name: group["weight_decay"] for group in groups for name, _ in group["params"]}
     assert decays == {"blocks.0.fc.weight": 0.0, "blocks.0.fc.bias": 0.0, "fc.weight": 0.1, "fc.bias": 0.0}
@@ -169,7 +172,7 @@ class Bypassing(nn.Module):
 @pytest.mark.parametrize("config", [nlr.SineLoraConfig, nlr.NobleAdapterConfig])
 def test_adapters_that_one_path_goes_around_are_named(config):
     model = nn.ModuleDict({"attn": Bypassing()})
-    with pytest.warns(UserWarning, match=r"1 adapters do not act on every path .*attn\.qkv: .* on one of its paths"):
+    with pytest.warns(UserWarning, match=r"do not act on every path .*\(1 of 1; attn\.qkv: .* on one of its paths"):
         peft.get_peft_model(model, config(r=2, target_modules=["qkv"]))
 
 

@@ -49,11 +49,8 @@ def _unread(config: TextData, tokens: Sequence[Path] | None) -> str:
     if not folder.is_dir() or not read:  # of a dataset, its own library reads what it knows
         return ""
     others = {*visible_files(folder)}.difference(read, (each.with_suffix(".idx") for each in tokens or ()))
-    kinds = [
-        f"{count:,} {kind}"
-        for kind, count in Counter(each.suffix or each.name for each in sorted(others)).most_common()
-    ]
-    return f"{len(others):,} files ({', '.join(kinds[:5] + ['...'] * (len(kinds) > 5))})" if others else ""
+    counts = Counter(each.suffix or each.name for each in sorted(others)).most_common()
+    return ", ".join([f"{count:,} {kind}" for kind, count in counts[:5]] + ["..."] * (len(counts) > 5))
 
 
 def prepare_tokens(config: TextData) -> Prepared:
