@@ -322,10 +322,11 @@ def _poses(folder: Path) -> list[bytes]:
 
 def _transforms(folder: Path) -> list[bytes]:
     (folder / "blender").mkdir(exist_ok=True)
-    Image.new("RGBA", (8, 8)).save(folder / "blender" / "r_0.png")
+    for name in ("r_0", "r_1"):
+        Image.new("RGBA", (8, 8)).save(folder / "blender" / f"{name}.png")
     frames = [{"file_path": "./r_0", "transform_matrix": np.eye(4).tolist()} for _ in range(2)]
     content = json.dumps({"camera_angle_x": 0.7, "frames": frames})
-    (folder / "blender" / "transforms_test.json").write_text(content)
+    (folder / "blender" / "transforms_test.json").write_text(content.replace("r_0", "r_1"))
     return [content.encode()]
 
 
